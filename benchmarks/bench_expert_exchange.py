@@ -30,7 +30,7 @@ from benchmarks.bench_pipeline import on_ranks
 from benchmarks.simulated_link import SimulatedLink
 from parallel_ops import ParallelMesh
 from parallel_ops._internal.command_line import fail
-from parallel_ops._internal.turns import together
+from parallel_ops._internal.distributed.turns import together
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
 from parallel_ops.train.malloc import keep_freed_memory

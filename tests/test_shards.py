@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from parallel_ops._internal.shards import cuts_of, shard_box
+from parallel_ops._internal.distributed.shards import cuts_of, shard_box
 
 LARGEST = 600
 # One to three mesh dimensions, at most 64 ranks.

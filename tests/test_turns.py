@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from parallel_ops._internal.turns import pass_on, together
+from parallel_ops._internal.distributed.turns import pass_on, together
 
 
 def computation(log, name, waits, result=None, error_after=None):

@@ -13,7 +13,7 @@ from benchmarks import attention_choice
 from benchmarks.gpu_session import capture
 from benchmarks.gpu_session.ranks import device_of
 from parallel_ops import grouped_linear, rms_norm
-from parallel_ops._internal.weight_gradients import add_product
+from parallel_ops._internal.gradients.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.triton_kernels import experimental

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_same_device
+from parallel_ops._internal.dispatch.checks import check_same_device
 from parallel_ops._internal.philox import SMALLEST_P
 
 

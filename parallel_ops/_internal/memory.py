@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import parallel_ops._internal.extension  # noqa: F401  (defines the op)
+import parallel_ops._internal.dispatch.extension  # noqa: F401  (defines the op)
 
 # As in csrc/cpu/output.h: smaller blocks are taken from memory that malloc has.
 _HUGE_PAGE_BYTES = 4 << 20

@@ -1,6 +1,6 @@
 """Communication between ranks: the mesh, collectives with gradients, and transports for overlapped ops."""
 
-import parallel_ops._internal.extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
+import parallel_ops._internal.dispatch.extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
 from parallel_ops.comm.collectives import (
     all_gather,
     all_to_all,

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.group_checks import (
+from parallel_ops._internal.distributed.group_checks import (
     check_dim,
     check_receive_sizes,
     check_sizes,
@@ -37,7 +37,7 @@ from parallel_ops._internal.group_checks import (
     check_tensor,
     shard_sizes,
 )
-from parallel_ops._internal.groups import group_name
+from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops.comm import _functions
 from parallel_ops.comm.consistency import propagate_errors
 

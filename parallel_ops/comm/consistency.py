@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops._internal.compat import all_gather_single, suspended_modes
-from parallel_ops._internal.groups import device_of_call, group_device_types
+from parallel_ops._internal.distributed.compat import all_gather_single, suspended_modes
+from parallel_ops._internal.distributed.groups import device_of_call, group_device_types
 from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
 

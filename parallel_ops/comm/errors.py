@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import group_store
+from parallel_ops._internal.distributed.compat import group_store
 
 
 class PeerError(RuntimeError):

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel_ops._internal.compat import concatenate_meshes, set_group_timeout
-from parallel_ops._internal.groups import group_device
+from parallel_ops._internal.distributed.compat import concatenate_meshes, set_group_timeout
+from parallel_ops._internal.distributed.groups import group_device
 
 # From the outermost to the innermost.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -10,8 +10,8 @@ on a backend's algorithm.
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_same_device
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.checks import check_same_device
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.triton_kernels import experimental
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.groups import group_rank, group_size
+from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops.comm.device_rates import rates_of
 from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link, Selection, select
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, count_tokens, shard_ranges

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
+from parallel_ops._internal.dispatch.registration import cast_first, register
+from parallel_ops._internal.distributed.group_checks import check_tensor
+from parallel_ops._internal.distributed.groups import group_name, group_rank, group_size, resolve_group
 from parallel_ops._internal.dropout import dropout_seed
-from parallel_ops._internal.group_checks import check_tensor
-from parallel_ops._internal.groups import group_name, group_rank, group_size, resolve_group
-from parallel_ops._internal.registration import cast_first, register
-from parallel_ops._internal.split_backward import kept_parameter, requested
+from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
 from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
 from parallel_ops.comm.transport.exchange import in_flight

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.groups import group_rank, group_size
+from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.collectives import gather_from_group
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, lengths, shard_ranges

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.compat import in_backward
+from parallel_ops._internal.distributed.compat import in_backward
 from parallel_ops.ops.experts import Routing
 
 

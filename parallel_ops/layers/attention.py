@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from parallel_ops._internal.groups import group_rank
+from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
 from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors

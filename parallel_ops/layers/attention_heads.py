@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops._internal.groups import group_rank
+from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.layers.core_attention import CoreAttention, flash
 from parallel_ops.layers.parameters import ShardedModule, ensure_divisible
 

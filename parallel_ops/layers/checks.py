@@ -6,7 +6,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops.comm.consistency import propagate_errors
 
 P = ParamSpec("P")

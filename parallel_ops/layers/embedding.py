@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from parallel_ops._internal.checks import check_same_device
-from parallel_ops._internal.groups import group_rank
+from parallel_ops._internal.dispatch.checks import check_same_device
+from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import propagates_errors
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, to_local

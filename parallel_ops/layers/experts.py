@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from parallel_ops._internal.compat import resumed_modes
-from parallel_ops._internal.weight_gradients import DeferredWeightGradients, GradientOf
+from parallel_ops._internal.distributed.compat import resumed_modes
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, GradientOf
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.expert_parallel import Dispatch
 from parallel_ops.layers.parameters import (

@@ -17,19 +17,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.groups import group_rank
-from parallel_ops._internal.weight_gradients import Target
+from parallel_ops._internal.distributed.group_checks import check_sizes
+from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.gradients.weight_gradients import Target
 from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear, SummedRows
+from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear, SummedRows, add_residual
 from parallel_ops.layers.lora import column_adapters, row_adapter
 from parallel_ops.layers.parameters import (
     InitFn,
     ensure_divisible,
     to_local,
 )
-from parallel_ops.layers.residual import add_residual
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.tensor_parallel import (
     all_gather_linear,

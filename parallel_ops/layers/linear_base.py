@@ -1,4 +1,4 @@
-"""What the column- and row-parallel linears share: parameters, initialisation, and where weight gradients go."""
+"""Shared by the column- and row-parallel linears: parameters, initialisation, weight gradients, the residual sum."""
 
 import weakref
 from typing import Literal, TypedDict
@@ -9,11 +9,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from parallel_ops._internal.groups import group_rank
-from parallel_ops._internal.weight_gradients import GradientOf, Target
+from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.gradients.weight_gradients import GradientOf, Target
 from parallel_ops.comm import primitives
 from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
+from parallel_ops.ops import bias_dropout_add
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction, encode, is_exact
 
@@ -166,3 +167,20 @@ class ParallelLinear(ShardedModule):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank={group_rank(self.group)} of {self.ranks}, sequence_parallel={self.sequence_parallel}"
         )
+
+
+def add_residual(
+    y: Tensor, bias: Tensor | None, residual: Tensor, dropout: float, *, training: bool, first: int = 0,
+    row_positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``dropout(y + bias) + residual``, whose masks are drawn by global element index.
+
+    Args:
+        y, residual: ``[s_r, ...]``, this rank's rows, of which ``first`` is the first among those of its group.
+        row_positions: int64, the positions of the rows of the group; ``None`` for 0, 1, ...
+    """
+    positions = (
+        row_positions[first : first + y.shape[0]] if dropout and training and row_positions is not None else None
+    )
+    offset = first * y.shape[1:].numel() if positions is None else 0
+    return bias_dropout_add(y, bias, residual, dropout, training=training, index_offset=offset, row_positions=positions)

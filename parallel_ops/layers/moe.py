@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops._internal.compat import in_backward, suspended_modes
-from parallel_ops._internal.groups import group_rank
+from parallel_ops._internal.distributed.compat import in_backward, suspended_modes
+from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts, Router
+from parallel_ops.layers.linear_base import add_residual
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
-from parallel_ops.layers.residual import add_residual
 from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 

@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from parallel_ops._internal.compat import new_dtensor
-from parallel_ops._internal.shards import local_box
+from parallel_ops._internal.distributed.compat import new_dtensor
+from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.comm import copy_to_group, primitives
 
 InitFn = Callable[[Tensor], object]

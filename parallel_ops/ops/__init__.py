@@ -1,6 +1,6 @@
 """Fused ops on one device. One file an op: public function, reference twin, autograd, fake, autocast."""
 
-import parallel_ops._internal.extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
+import parallel_ops._internal.dispatch.extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
 from parallel_ops.ops.activations.bias_gelu import bias_gelu, bias_gelu_reference
 from parallel_ops.ops.activations.bias_swiglu import bias_swiglu, bias_swiglu_reference
 from parallel_ops.ops.activations.gated import gelu_mul, gelu_mul_reference, silu_mul, silu_mul_reference

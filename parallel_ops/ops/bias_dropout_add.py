@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_bias, check_floating, check_rows, check_same_device
+from parallel_ops._internal.dispatch.checks import check_bias, check_floating, check_rows, check_same_device
+from parallel_ops._internal.dispatch.registration import promote_to_widest, register
 from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.philox import keep_mask, kept_scale
-from parallel_ops._internal.registration import promote_to_widest, register
 
 
 def bias_dropout_add(

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.autograd import once_differentiable
-from parallel_ops._internal.checks import check_same_device
-from parallel_ops._internal.split_backward import requested
+from parallel_ops._internal.dispatch.autograd import once_differentiable
+from parallel_ops._internal.dispatch.checks import check_same_device
+from parallel_ops._internal.gradients.split_backward import requested
 
 _NAME = "float8_linear"
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.autograd import once_differentiable
-from parallel_ops._internal.checks import check_floating
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.autograd import once_differentiable
+from parallel_ops._internal.dispatch.checks import check_floating
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.ops.rotary_checks import check_rotary, check_writable
 
 Layout = Literal["sbhd", "bhsd"]

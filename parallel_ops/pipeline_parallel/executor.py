@@ -2,9 +2,9 @@
 
 B computes the gradient of the stage's input, sends it, and computes the weight gradients then: the stage before need
 not wait for them. I does the first, W the second part. A pair of F and B computes both together
-(``_internal.turns``), after the messages of both are there and before either's is sent. Weight gradients are those that
-the stage's linears leave to a queue (``DeferredWeightGradients``); all others, of norms, biases and embeddings, are
-computed with the input's.
+(``_internal.distributed.turns``), after the messages of both are there and before either's is sent. Weight gradients
+are those that the stage's linears leave to a queue (``DeferredWeightGradients``); all others, of norms, biases and
+embeddings, are computed with the input's.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel_ops._internal.turns import together
+from parallel_ops._internal.distributed.turns import together
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.messages import Key, Messages, sent_by
 from parallel_ops.planner.schedules.action import Action

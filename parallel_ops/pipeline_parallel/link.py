@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import group_timeout
+from parallel_ops._internal.distributed.compat import group_timeout
 from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.pipeline_parallel.messages import Key, Work
 

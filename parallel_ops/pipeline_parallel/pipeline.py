@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.gradient_norm import total_norm
+from parallel_ops._internal.gradients.gradient_norm import total_norm
 from parallel_ops.comm import ParallelMesh, primitives
 from parallel_ops.comm.errors import publish_failure
 from parallel_ops.pipeline_parallel.cut import Stages

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_ops._internal import fsdp
+from parallel_ops._internal.distributed import fsdp
 from parallel_ops.pipeline_parallel.executor import Observer
 from parallel_ops.pipeline_parallel.messages import Link
 

@@ -1,6 +1,6 @@
 """Ops on tensors that are sharded over a process group: linears and cross-entropies."""
 
-from parallel_ops._internal.weight_gradients import DeferredWeightGradients
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients
 from parallel_ops.comm import use_transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear, all_gather_linear_reference
 from parallel_ops.tensor_parallel.linear.column_parallel_linear import (

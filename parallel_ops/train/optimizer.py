@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.gradient_norm import mesh_of
-from parallel_ops._internal.gradient_norm import total_norm as norm_of
+from parallel_ops._internal.gradients.gradient_norm import mesh_of
+from parallel_ops._internal.gradients.gradient_norm import total_norm as norm_of
 from parallel_ops.models.config import plain_name
 from parallel_ops.train.muon import MuonAndAdamW
 from parallel_ops.train.patterns import matches

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from parallel_ops._internal.compat import replicate
+from parallel_ops._internal.distributed.compat import replicate
 from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout

@@ -12,7 +12,7 @@ from benchmarks.gpu_session import gains, kernels, prove, status
 from benchmarks.gpu_session.paths import PATHS
 from benchmarks.gpu_session.processes import Processes
 from benchmarks.gpu_session.proofs import proofs
-from parallel_ops._internal.registration import cuda_kernels
+from parallel_ops._internal.dispatch.registration import cuda_kernels
 from parallel_ops.ops.attention.backends import NAMES
 from parallel_ops.planner.plan import SCHEDULES
 from parallel_ops.triton_kernels import experimental

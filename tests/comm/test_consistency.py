@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel_ops import comm
-from parallel_ops._internal import groups as _group
+from parallel_ops._internal.distributed import groups as _group
 from parallel_ops.comm import consistency
 from support import collectives
 from support.distributed import Raised, ranks

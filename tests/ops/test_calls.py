@@ -14,8 +14,8 @@ import parallel_ops
 from parallel_ops import (
     bias_gelu,
 )
-from parallel_ops._internal import autograd as _autograd
-from parallel_ops._internal import registration as _registration
+from parallel_ops._internal.dispatch import autograd as _autograd
+from parallel_ops._internal.dispatch import registration as _registration
 from support.calls import BIAS, CALLS, X
 from support.suite import forward_backward, outputs_of
 

@@ -22,7 +22,7 @@ from parallel_ops import (
     scaled_causal_softmax,
     vocab_parallel_linear_cross_entropy,
 )
-from parallel_ops._internal.registration import cuda_kernels
+from parallel_ops._internal.dispatch.registration import cuda_kernels
 from support.calls import CALLS, TARGET, X
 from support.rotary import angles
 from support.suite import outputs_of, randn

@@ -123,7 +123,7 @@ def rerun(launch: aot.Launch, capability: int, programs: int) -> Report:
 def ops_launch_kernels() -> Iterator[None]:
     """The ops of the package launch their Triton kernels on tensors of the CPU, and on tensors without memory."""
     from parallel_ops import ops  # noqa: F401  (registers them)
-    from parallel_ops._internal.registration import cuda_kernels
+    from parallel_ops._internal.dispatch.registration import cuda_kernels
     from parallel_ops.triton_kernels import experimental
 
     library = torch.library.Library("parallel_ops", "IMPL")

@@ -23,7 +23,7 @@ from parallel_ops import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from parallel_ops._internal.compat import group_store
+from parallel_ops._internal.distributed.compat import group_store
 from parallel_ops.comm import consistency
 from parallel_ops.comm import errors as _failure
 from parallel_ops.comm import primitives as _primitives

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear
-from parallel_ops._internal.weight_gradients import GradientOf
+from parallel_ops._internal.gradients.weight_gradients import GradientOf
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from support.distributed import Raised, ranks
 from support.parallel_linear import OPS, leaf, normal

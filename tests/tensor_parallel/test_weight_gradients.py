@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops._internal import weight_gradients
-from parallel_ops._internal.weight_gradients import add_product, after_backward
+from parallel_ops._internal.gradients import weight_gradients
+from parallel_ops._internal.gradients.weight_gradients import add_product, after_backward
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from support.parallel_linear import integers, normal
 

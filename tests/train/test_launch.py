@@ -23,7 +23,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from parallel_ops._internal.command_line import INTERRUPTED
-from parallel_ops._internal.groups import device_types_of
+from parallel_ops._internal.distributed.groups import device_types_of
 from parallel_ops.planner.cli.app import app
 from parallel_ops.train import CheckpointError, description
 from parallel_ops.train.config_file import read_settings, settings_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import current_raw_stream, group_store, group_timeout
+from parallel_ops._internal.distributed.compat import current_raw_stream, group_store, group_timeout
 from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Transport

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
-from parallel_ops._internal.groups import group_device_types
+from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
+from parallel_ops._internal.distributed.groups import group_device_types
 from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_ops._internal.weight_gradients import Accumulator, add_product
+from parallel_ops._internal.gradients.weight_gradients import Accumulator, add_product
 
 
 def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

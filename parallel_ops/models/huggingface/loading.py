@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.shards import local_box
+from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallel_ops._internal.shards import local_box
+from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.huggingface.config_json import family_of, options_of
 from parallel_ops.models.huggingface.families import Piece

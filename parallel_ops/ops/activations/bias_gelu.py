@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_bias, check_rows, empty_like_or_none
-from parallel_ops._internal.registration import cast_to_autocast_dtype, register
-from parallel_ops._internal.split_backward import kept_parameter, requested
+from parallel_ops._internal.dispatch.checks import check_bias, check_rows, empty_like_or_none
+from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_bias, check_row_weights, check_rows, empty_like_or_none
-from parallel_ops._internal.registration import cast_first, register
-from parallel_ops._internal.split_backward import kept_parameter, requested
+from parallel_ops._internal.dispatch.checks import check_bias, check_row_weights, check_rows, empty_like_or_none
+from parallel_ops._internal.dispatch.registration import cast_first, register
+from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
 from parallel_ops.ops.activations.gated import silu_mul_reference, swiglu_options
 
 

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops._internal.checks import (
+from parallel_ops._internal.dispatch.checks import (
     check_floating,
     check_row_weights,
     check_same_device,
     check_same_dtype,
     empty_like_or_none,
 )
-from parallel_ops._internal.registration import cast_first, register
+from parallel_ops._internal.dispatch.registration import cast_first, register
 
 
 def silu_mul(

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import parallel_ops._internal.extension  # noqa: F401  (defines the torch ops)
+import parallel_ops._internal.dispatch.extension  # noqa: F401  (defines the torch ops)
 from parallel_ops._internal.philox import philox4x32, threshold
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention import torch_kernels

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.compat import current_raw_stream
+from parallel_ops._internal.distributed.compat import current_raw_stream
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from parallel_ops._internal.dispatch.registration import cast_first, register
 from parallel_ops._internal.dropout import dropout_seed
+from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
 from parallel_ops._internal.philox import kept_scale
-from parallel_ops._internal.registration import cast_first, register
-from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention import torch_kernels
 from parallel_ops.ops.attention.backends import BackendName, check_backend, resolve

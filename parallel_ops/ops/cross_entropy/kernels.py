@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.ops.cross_entropy.options import ON_ANOTHER_SHARD, LossOptions
 
 

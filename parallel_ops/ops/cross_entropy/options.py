@@ -6,7 +6,7 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_same_device
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
 
 REDUCTIONS = ("none", "mean", "sum")
 NONE = REDUCTIONS.index("none")

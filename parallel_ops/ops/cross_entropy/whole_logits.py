@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.ops.cross_entropy.kernels import (
     accumulation_dtype,
     combine_on_cuda,

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops._internal.autograd import once_differentiable
-from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops._internal.grouped_products import check_ends, multiply, outer_products, sums
-from parallel_ops._internal.registration import cast_to_autocast_dtype, register
-from parallel_ops._internal.split_backward import check_memory, requested
-from parallel_ops._internal.weight_gradients import (
+from parallel_ops._internal.dispatch.autograd import once_differentiable
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.gradients.grouped_products import check_ends, multiply, outer_products, sums
+from parallel_ops._internal.gradients.split_backward import check_memory, requested
+from parallel_ops._internal.gradients.weight_gradients import (
     DeferredWeightGradients,
     Target,
     add_to,

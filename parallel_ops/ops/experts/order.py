@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.triton_kernels import experimental
 
 _MOST = 2**31 - 1  # rows and slots are int32, as the offsets of torch._grouped_mm are

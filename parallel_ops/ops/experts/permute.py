@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_same_device
-from parallel_ops._internal.registration import register
-from parallel_ops._internal.split_backward import requested
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
+from parallel_ops._internal.dispatch.registration import register
+from parallel_ops._internal.gradients.split_backward import requested
 from parallel_ops.ops.experts.order import ExpertOrder
 from parallel_ops.triton_kernels import experimental
 

@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_same_device
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.triton_kernels import experimental
 
 # Added to sums that are divided by, so that rows whose scores are all zero are defined, as DeepSeek-V3 has it.

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops._internal.registration import register
-from parallel_ops._internal.split_backward import requested
+from parallel_ops._internal.dispatch.registration import register
+from parallel_ops._internal.gradients.split_backward import requested
 from parallel_ops.ops.norms.shared import (
     check_eps,
     check_norm,

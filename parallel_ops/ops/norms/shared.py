@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_rows, check_same_device
+from parallel_ops._internal.dispatch.checks import check_floating, check_rows, check_same_device
 
 
 def check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:

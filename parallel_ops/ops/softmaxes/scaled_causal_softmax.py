@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.checks import check_floating
+from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.ops.softmaxes.shared import check_scale, empty_row_values, sink_gradient, sink_vector, visible_softmax
 
 

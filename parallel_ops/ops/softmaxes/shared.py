@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_same_device
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
 
 
 def check_scale(op: str, scale: float) -> None:

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
+from parallel_ops._internal.distributed.group_checks import check_sizes
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport

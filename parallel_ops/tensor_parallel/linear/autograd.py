@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops._internal.autograd import once_differentiable
-from parallel_ops._internal.groups import group_name
-from parallel_ops._internal.registration import cast_to_autocast_dtype, register
-from parallel_ops._internal.split_backward import runs
-from parallel_ops._internal.weight_gradients import (
+from parallel_ops._internal.dispatch.autograd import once_differentiable
+from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.distributed.groups import group_name
+from parallel_ops._internal.gradients.split_backward import runs
+from parallel_ops._internal.gradients.weight_gradients import (
     DeferredWeightGradients,
     Postponed,
     Target,

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops._internal.group_checks import check_tensor
-from parallel_ops._internal.groups import resolve_group
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.distributed.group_checks import check_tensor
+from parallel_ops._internal.distributed.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.device_rates import Rates, rates_of
 from parallel_ops.comm.transport.base import Transport

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.groups import group_rank
-from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
+from parallel_ops._internal.distributed.group_checks import check_sizes
+from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.sum_partials import sum_partials

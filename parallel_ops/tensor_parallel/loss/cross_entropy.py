@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from parallel_ops._internal.groups import group_name, resolve_group
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.dispatch.registration import register
+from parallel_ops._internal.distributed.groups import group_name, resolve_group
 from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops._internal.groups import group_name
-from parallel_ops._internal.registration import cast_first, register
-from parallel_ops._internal.split_backward import check_memory, requested
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.dispatch.registration import cast_first, register
+from parallel_ops._internal.distributed.groups import group_name
+from parallel_ops._internal.gradients.split_backward import check_memory, requested
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels
 from parallel_ops.ops.cross_entropy.cross_entropy import check_target_values, cross_entropy_reference

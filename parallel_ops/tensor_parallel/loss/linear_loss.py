@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.groups import resolve_group
+from parallel_ops._internal.distributed.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
-from parallel_ops._internal.weight_gradients import add_product
+from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
+from parallel_ops._internal.gradients.weight_gradients import add_product
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
+from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops import flash_attention

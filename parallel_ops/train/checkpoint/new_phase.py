@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.shards import local_box
+from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints

@@ -1,7 +1,8 @@
 """Planners of torch.distributed.checkpoint that know which part of a DTensor a rank holds.
 
 torch's own plan is wrong for a parameter under tensor parallelism and ``fully_shard`` whose first cut is uneven, such
-as a vocabulary of 257 over 2 x 4 ranks (see ``_internal.shards``): saving ends with "Failed to validate global plan".
+as a vocabulary of 257 over 2 x 4 ranks (see ``_internal.distributed.shards``): saving ends with
+"Failed to validate global plan".
 Everything else is left to the default planners.
 """
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.shards import local_box
+from parallel_ops._internal.distributed.shards import local_box
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_ops
-from parallel_ops._internal.compat import group_store
+from parallel_ops._internal.distributed.compat import group_store
 from parallel_ops.comm import PeerError
 from parallel_ops.train.launch.rendezvous import named
 

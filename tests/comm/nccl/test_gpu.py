@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
-from parallel_ops._internal.compat import current_raw_stream
+from parallel_ops._internal.distributed.compat import current_raw_stream
 from parallel_ops._nccl import Communicator
 from parallel_ops.comm.nccl.library import load_nccl
 from parallel_ops.comm.nccl.transport import MAX_CTAS, NcclTransport

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import grouped_linear
-from parallel_ops._internal import grouped_products
-from parallel_ops._internal.weight_gradients import GradientOf
+from parallel_ops._internal.gradients import grouped_products
+from parallel_ops._internal.gradients.weight_gradients import GradientOf
 from parallel_ops.ops import grouped_linear_reference
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from support import suite

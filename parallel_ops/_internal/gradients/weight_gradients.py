@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_ops._internal.compat import new_dtensor
-from parallel_ops._internal.grouped_products import add_outer_products, outer_products
+from parallel_ops._internal.distributed.compat import new_dtensor
+from parallel_ops._internal.gradients.grouped_products import add_outer_products, outer_products
 
 # CPUs have no product of 16-bit matrices with a 32-bit result, so the factors are made wider there, so many bytes of
 # each at a time: large enough for a product to run at full speed, small next to weights and activations.

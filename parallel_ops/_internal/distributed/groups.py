@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
 
 __all__ = [
     "device_of_call",

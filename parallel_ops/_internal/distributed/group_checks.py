@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.groups import group_device_types, group_rank, group_size
+from parallel_ops._internal.distributed.groups import group_device_types, group_rank, group_size
 
 
 def shard_sizes(total: int, parts: int) -> tuple[int, ...]:

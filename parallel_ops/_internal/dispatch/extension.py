@@ -8,7 +8,7 @@ import torch  # noqa: F401  (the extension links against the libraries that this
 try:
     importlib.import_module("parallel_ops._C")
 except ImportError as error:
-    source_tree = (Path(__file__).parents[2] / "setup.py").exists()
+    source_tree = (Path(__file__).parents[3] / "setup.py").exists()
     hint = (
         "it was imported from its source tree, where the extension is not built: run "
         "`pip install -e .` there, or start Python in another folder"

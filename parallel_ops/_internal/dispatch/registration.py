@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.autograd import Library, Op, P, R, differentiable_op
-from parallel_ops._internal.flop_formulas import register_flops
+from parallel_ops._internal.dispatch.autograd import Library, Op, P, R, differentiable_op
+from parallel_ops._internal.dispatch.flop_formulas import register_flops
 
 _library = Library("parallel_ops", "FRAGMENT")
 

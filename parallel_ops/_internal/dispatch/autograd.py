@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import ParamSpec
 
-from parallel_ops._internal.transforms import has_tangent, is_batched, no_forward_mode, sample_by_sample
+from parallel_ops._internal.dispatch.transforms import has_tangent, is_batched, no_forward_mode, sample_by_sample
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,1 @@
+"""How ops reach kernels: registration, autograd without the dispatcher, checks of tensors."""

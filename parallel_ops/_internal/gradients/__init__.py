@@ -1,0 +1,1 @@
+"""Weight gradients apart from input gradients, and norms of gradients."""
