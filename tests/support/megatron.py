@@ -1,6 +1,7 @@
 """A small GPT of Megatron-core, trained some steps on the CPU with and without the drop-in: on one rank or several."""
 
 import contextlib
+import io
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -41,6 +42,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
     reduction: str = "exact"
+    deterministic: bool = False
 
 
 def tagged_torch_norm(_, config, hidden_size, eps=1e-5, **__):
@@ -64,7 +66,7 @@ def drop_in(case):
     """Megatron with what the case says."""
     with contextlib.ExitStack() as stack:
         if case.drop_in != "stock":
-            stack.enter_context(megatron.apply(exact_megatron=case.exact))
+            stack.enter_context(megatron.apply(exact_megatron=case.exact, deterministic=case.deterministic))
         else:
             if case.config.get("sequence_parallel"):
                 made = vars(WrappedTorchNorm)["__new__"]
@@ -88,6 +90,23 @@ def leave_groups():
 
 def train(rank, *cases):
     """For each case, losses (on the last stage) and gradient norms of each step. The group of all ranks exists."""
+    return _each(cases, _train)
+
+
+def restart(rank, *cases):
+    """The same, of a run that ends in the middle, and of one that goes on from the checkpoint of the first."""
+
+    def halves(case):
+        saved = io.BytesIO()
+        first = _train(case, until=case.steps // 2, save=saved)
+        saved.seek(0)
+        second = _train(case, load=torch.load(saved))
+        return [a + b for a, b in zip(first, second, strict=True)]
+
+    return _each(cases, halves)
+
+
+def _each(cases, run):
     results = []
     with on_cpu():
         for case in cases:
@@ -97,7 +116,7 @@ def train(rank, *cases):
                     expert_tensor_parallel_size=case.etp,
                 )  # fmt: skip
                 try:
-                    results.append(_train(case))
+                    results.append(run(case))
                 finally:
                     leave_groups()
     return results
@@ -266,7 +285,7 @@ def surface(rank, case):
             leave_groups()
 
 
-def _train(case):
+def _train(case, *, until=None, save=None, load=None):
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     config, model = build(case, pre_process=first, post_process=last)
     ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **case.ddp})
@@ -276,7 +295,14 @@ def _train(case):
         config.no_sync_func = model.no_sync
     batches = torch.Generator().manual_seed(0)
     losses, norms = [], []
-    for _ in range(case.steps):
+    steps = range(case.steps if until is None else until)
+    if load is not None:
+        model.load_state_dict(load["model"])
+        torch.set_rng_state(load["rng"])
+        get_cuda_rng_tracker().set_states(load["tracker"])
+        batches.set_state(load["batches"])
+        steps = range(load["step"], case.steps)
+    for _ in steps:
         tokens = torch.randint(VOCAB, (MICRO_BATCHES, BATCH, LENGTH + 1), generator=batches)
         model.zero_grad_buffer()
         results = get_forward_backward_func()(
@@ -293,6 +319,10 @@ def _train(case):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(0.01 * parameter.main_grad.to(parameter.dtype))
+    if save is not None:
+        states = {"rng": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+        states |= {"batches": batches.get_state(), "step": len(steps)}
+        torch.save({"model": model.state_dict(), **states}, save)
     return losses, norms
 
 

@@ -17,7 +17,7 @@ _NEEDED = (
 _OTHERS = {"transformer_engine": "Transformer Engine", "apex": "Apex", "flash_attn": "flash-attn"}
 
 
-def unreplaced_in(model: nn.Module, ops: Collection[str]) -> dict[str, str]:
+def unreplaced_in(model: nn.Module, ops: Collection[str], *, deterministic: bool = False) -> dict[str, str]:
     """See ``Applied.unreplaced``."""
     reasons: dict[str, str] = {}
     configs: list[Any] = []
@@ -25,7 +25,8 @@ def unreplaced_in(model: nn.Module, ops: Collection[str]) -> dict[str, str]:
         config = getattr(module, "config", None)
         if hasattr(config, "bias_activation_fusion") and not any(config is known for known in configs):
             configs.append(config)
-            reasons |= {f"{name or type(model).__name__}.config.{field}": why for field, why in _by_config(config, ops)}
+            fields = [*_by_config(config, ops), *(_not_deterministic(config, ops) if deterministic else ())]
+            reasons |= {f"{name or type(model).__name__}.config.{field}": why for field, why in fields}
         if why := _by_kind(module, ops):
             reasons[name or type(model).__name__] = why
     return reasons
@@ -40,6 +41,16 @@ def _by_config(config: Any, ops: Collection[str]) -> Iterator[tuple[str, str]]:
         yield "cross_entropy_fusion_impl", "cross_entropy: it is 'te'"
     if getattr(config, "num_moe_experts", None):
         yield from _of_experts(config, ops)
+
+
+def _not_deterministic(config: Any, ops: Collection[str]) -> Iterator[tuple[str, str]]:
+    if not getattr(config, "deterministic_mode", False):
+        yield "deterministic_mode", "deterministic: it is off, so Megatron's own layers may add by atomics"
+    fused = getattr(config, "cross_entropy_loss_fusion", False)
+    if fused and ("cross_entropy" not in ops or config.cross_entropy_fusion_impl == "te"):
+        yield "cross_entropy_loss_fusion", "deterministic: it is on, and the fused loss is not this package's"
+    if getattr(config, "tp_comm_overlap", False):
+        yield "tp_comm_overlap", "deterministic: it is on, and Transformer Engine adds what arrives first"
 
 
 def _of_experts(config: Any, ops: Collection[str]) -> Iterator[tuple[str, str]]:

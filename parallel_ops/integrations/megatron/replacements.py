@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import megatron.core
 import torch
 
-from parallel_ops.integrations.megatron import attention, experts, functions, rotary, weight_gradient
+from parallel_ops.integrations.megatron import attention, determinism, experts, functions, rotary, weight_gradient
 from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced, find, holders
 from parallel_ops.integrations.megatron._unreplaced import unreplaced_in
 
@@ -79,16 +79,29 @@ _in_force: list[Replaced] = []
 class Applied(Replaced):
     """The names that ``apply`` replaced, and ``undo``; see ``Replaced``."""
 
-    def __init__(self, package: str, bindings: list[Binding], ops: Sequence[str]) -> None:
-        super().__init__(package, bindings)
-        self._ops = ops
+    def __init__(self, package: str, bindings: list[Binding], ops: Sequence[str], deterministic: bool) -> None:
+        restore = determinism.start() if deterministic else None
+        try:
+            super().__init__(package, bindings)
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
+        self._ops, self._restore = ops, restore
+
+    def undo(self) -> None:
+        if self._restore is not None:
+            self._restore()
+        self._restore = None
+        super().undo()
 
     def unreplaced(self, model: torch.nn.Module) -> dict[str, str]:
-        """The modules and configuration fields of a Megatron model that keep it on its own code, and the reasons."""
-        return unreplaced_in(model, self._ops)
+        """The modules and configuration fields of a Megatron model that keep it on its own code, and the reasons; with
+        ``deterministic``, also what may give other bits on another run."""
+        return unreplaced_in(model, self._ops, deterministic=self._restore is not None)
 
 
-def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Applied:
+def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False, *, deterministic: bool = False) -> Applied:
     """Replaces Megatron-core's fused functions by this package's ops, in models built before or after.
 
     Args:
@@ -127,14 +140,20 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> App
 
             In both: GeLU is the tanh form of Megatron's fusion, also if the configuration names ``F.gelu``; sums in
             another order differ by rounding.
+        deterministic: the same bits on every run, until ``undo``: torch's deterministic algorithms, and on CUDA
+            ``CUBLAS_WORKSPACE_CONFIG``, ``NCCL_ALGO`` and ``NVTE_ALLOW_NONDETERMINISTIC_ALGO``. Unlike under
+            Megatron's own mode the fused cross-entropy and the overlap of tensor parallelism (of ``gpt_block_spec``)
+            stay on. Set ``deterministic_mode`` in the model's configuration, too. See ``docs/megatron.md``.
 
     Returns:
         A mapping of the replaced names with ``undo()``, also a context manager. Its ``unreplaced(model)`` lists the
         parts of a model that are not replaced, and why.
 
     Raises:
-        ValueError: unknown ops. RuntimeError: applied already and not undone; or this version of Megatron-core lacks a
-            name that the ops replace. Then nothing is replaced.
+        ValueError: unknown ops; or with ``deterministic`` a variable of the environment that is not deterministic, or
+            that CUDA or the process group has been started without.
+        RuntimeError: applied already and not undone; or this version of Megatron-core lacks a name that the ops
+            replace. Then nothing is replaced.
     """
     chosen = OPS if ops == "all" else ([ops] if isinstance(ops, str) else list(ops))
     unknown = [op for op in chosen if op not in _REPLACEMENTS]
@@ -142,7 +161,8 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> App
         raise ValueError(f"apply: ops has {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, OPS))}")
     if any(len(replaced) for replaced in _in_force):
         raise RuntimeError("apply: applied already; call undo() of what that call returned first")
-    applied = Applied("megatron", _bindings(chosen, exact_megatron), tuple(dict.fromkeys(chosen)))
+    bindings = _bindings(chosen, exact_megatron)
+    applied = Applied("megatron", bindings, tuple(dict.fromkeys(chosen)), deterministic)
     _in_force[:] = [applied]
     return applied
 
