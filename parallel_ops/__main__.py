@@ -6,7 +6,7 @@ from parallel_ops import __version__
 from parallel_ops._internal.command_line import CONSOLE, TOKENS, TRAIN, missing, start
 
 # Packages of commands that need more than CONSOLE.
-_PACKAGES = {"tokenize": TOKENS, **dict.fromkeys(("train", "calibrate", "export", "inspect"), TRAIN)}
+_PACKAGES = {"tokenize": TOKENS, **dict.fromkeys(("train", "calibrate", "export", "inspect", "doctor"), TRAIN)}
 
 # The commands, for a help that needs no packages. Their docstrings begin with the same words.
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "calibrate": "Measures products, attention, a layer, updates and collectives here.",
     "export": "Writes a checkpoint of any plan as a Hugging Face folder.",
     "inspect": "Says what a checkpoint is: step, sizes, model, plan, data, settings.",
+    "doctor": "Checks this machine and its ranks, and says what is wrong.",
 }
 
 

@@ -241,3 +241,32 @@ def inspect_command(
     except (CheckpointError, ImportError) as error:
         fail(error)
     print(dumps(found, default=str) if as_json else text(described(found)))
+
+
+@app.command("doctor")
+def doctor_command(
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start.", show_default="one on each GPU, or two on CPUs")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long a message may take.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Checks this machine and its ranks, and says what is wrong.
+
+    Versions, GPUs, topology, limits and environment; an all-reduce, a message of each pair of ranks, and a run of two
+    steps. Exit code 1 if a check failed.
+
+    Example: parallel-ops doctor --processes 4
+    """
+    require(*TRAIN)
+    from parallel_ops.doctor.command import check_all
+
+    findings = []
+    for finding in check_all(processes, seconds):
+        findings.append(finding)
+        if not as_json:
+            cure = f"\n{'':10}{finding.cure}" if finding.cure else ""
+            print(f"{finding.status:9} {finding.check}: {finding.found}{cure}", flush=True)
+    if as_json:
+        print(dumps([finding._asdict() for finding in findings]))
+    sys.exit(1 if any(finding.status == "failed" for finding in findings) else 0)
