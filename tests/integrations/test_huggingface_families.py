@@ -12,6 +12,7 @@ import transformers
 from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
 from support.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
+from support.huggingface_hybrids import HYBRIDS
 from support.huggingface_models import CONFIGS, OLD, batch, step
 
 families = pytest.mark.parametrize("family", DENSE)
@@ -48,7 +49,7 @@ def assert_same_step(got, expected):
 
 
 def test_every_family_is_tested():
-    tested = {name.partition("-")[0] for name in (*DENSE, *CONFIGS, *ALL_COMPOSITES)}
+    tested = {name.partition("-")[0] for name in (*DENSE, *CONFIGS, *ALL_COMPOSITES, *HYBRIDS)}
     assert {*FAMILIES, *COMPOSITES} - tested <= ({package for package in FAMILIES if not in_this_version(package)})
 
 

@@ -12,7 +12,8 @@ from parallel_ops.integrations.huggingface._fused import is_own, with_globals
 from parallel_ops.integrations.huggingface._use import is_compiling, went_to_stock
 from parallel_ops.ops import flash_attention, rotary_embedding_qk
 
-PAIRS = ("half", "interleaved_by_half_tables", "interleaved")  # which dimensions make a pair, and how tables lie
+# Which dimensions make a pair, and how tables lie.
+PAIRS = ("half", "interleaved_by_half_tables", "interleaved", "half_by_single_tables")
 
 # Options of some models and caches that only Transformers' own function supports.
 _SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
@@ -122,4 +123,5 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, pairs: str) ->
     half = pairs == "interleaved_by_half_tables"
     if half:
         cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
-    return rotary_embedding_qk(query, key, cos, sin, doubled=not half, interleaved=pairs != "half", layout="bhsd")
+    doubled, interleaved = not half and pairs != "half_by_single_tables", not pairs.startswith("half")
+    return rotary_embedding_qk(query, key, cos, sin, doubled=doubled, interleaved=interleaved, layout="bhsd")

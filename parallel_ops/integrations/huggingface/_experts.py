@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_ops.integrations.huggingface._layers import Activation, other_activation
+from parallel_ops.integrations.huggingface._layers import Activation, Watch, other_activation
 from parallel_ops.integrations.huggingface._use import went_to_stock
 from parallel_ops.ops import bias_swiglu, gelu_mul, grouped_linear, permute, route, sort_by_expert, unpermute
 
@@ -28,19 +28,29 @@ def obstacle(implementation: str | None) -> str | None:
     return f"the model is set to {implementation!r} experts; only 'grouped_mm' and 'eager' are replaced"
 
 
-def router(stock: type[nn.Module]) -> dict[str, Any]:
-    """``[..., h]`` to the router's logits ``[t, n]``, and weights and indices ``[t, k]`` of the chosen experts."""
+def router(stock: type[nn.Module], kind: str) -> dict[str, Any]:
+    """``[..., h]`` to the router's logits ``[t, n]``, and weights and indices ``[t, k]`` of the chosen experts.
 
-    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    ``kind``: ``"softmax_top_k"``, or with a bias and the softmax of the chosen logits alone ``"top_k_softmax"``.
+    """
+
+    def softmax_top_k(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         # Mixtral always divides by the sum, so it has no option for that.
         routing = route(logits, self.top_k, normalize=bool(getattr(self, "norm_topk_prob", True)))
         return logits, routing.weights, routing.experts
 
-    return {"forward": forward}
+    def top_k_softmax(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states, self.weight, self.bias)
+        routing = route(logits, self.top_k, top_k_first=True)
+        return logits, routing.weights.to(logits.dtype), routing.experts
+
+    return {"forward": {f.__name__: f for f in (softmax_top_k, top_k_softmax)}[kind]}
 
 
-def experts(stock: type[nn.Module], activation: Activation, kind: type[nn.Module]) -> dict[str, Any]:
+def stacked(stock: type[nn.Module], activation: Activation | None, watch: Watch | None) -> dict[str, Any]:
+    """Gate and up ``[n, 2f, h]``, the gate first."""
+
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.config._experts_implementation not in REPLACED or getattr(self, "_is_expert_parallel", False):
             if self.training:
@@ -53,11 +63,29 @@ def experts(stock: type[nn.Module], activation: Activation, kind: type[nn.Module
             rows = bias_swiglu(rows, weights=weights)
         else:
             gate, up = rows.chunk(2, dim=-1)
-            rows = gelu_mul(gate, up, approximate=activation, weights=weights)
+            rows = gelu_mul(gate, up, approximate=activation or "none", weights=weights)
         return unpermute(grouped_linear(rows, self.down_proj, order.ends), order).to(hidden_states.dtype)
 
     def kept(self: Any) -> dict[str, str]:
         reason = obstacle(self.config._experts_implementation)
         return {} if reason is None else {"grouped_linear": reason}
 
-    return {"forward": forward, "changed": other_activation("act_fn", kind), "kept": kept}
+    assert watch is not None
+    return {"forward": forward, "changed": other_activation(*watch), "kept": kept}
+
+
+def interleaved(stock: type[nn.Module], activation: Activation | None, watch: Watch | None) -> dict[str, Any]:
+    """gpt-oss: gate and up in turns ``[n, h, 2f]``, biases, a limited SwiGLU."""
+
+    def forward(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        order = sort_by_expert(router_indices, self.num_experts)
+        up = self.gate_up_proj.transpose(1, 2)
+        rows = grouped_linear(permute(hidden_states, order), up, order.ends, bias=self.gate_up_proj_bias)
+        rows = bias_swiglu(rows, alpha=self.alpha, limit=self.limit, up_offset=1.0, interleaved=True)
+        rows = grouped_linear(rows, self.down_proj.transpose(1, 2), order.ends, bias=self.down_proj_bias)
+        return unpermute(rows, order, routing_weights).to(hidden_states.dtype)
+
+    return {"forward": forward}
+
+
+EXPERTS = {"stacked": stacked, "interleaved": interleaved}

@@ -2,13 +2,14 @@
 
 | role | formulas |
 |---|---|
-| ``norm`` | RMSNorm; with ``1 + weight``; LayerNorm without weight and eps 1e-5; with a weight alone; with both |
+| ``norm`` | RMSNorm; without weight; with ``1 + weight``; LayerNorm without weight, eps 1e-5; with weight; with both |
 | ``mlp`` | gate and up apart, or in one matrix; GeLU of one matrix; each with or without dropout at the end |
-| ``rotation`` | pairs ``(i, R / 2 + i)`` or ``(2i, 2i + 1)``, the latter also by the first half of the tables |
-| ``tables`` | each angle twice: ``(a, b, a, b)`` or ``(a, a, b, b)`` |
+| ``rotation`` | pairs ``(i, R / 2 + i)`` or ``(2i, 2i + 1)``, each also by tables of half the width |
+| ``tables`` | each angle twice, ``(a, b, a, b)`` or ``(a, a, b, b)``, or once |
 | ``core`` | causal attention over the whole sequence, with as many keys as queries or fewer heads |
 | ``head`` | logits as they are, divided or multiplied by a factor, softly capped; a mixture of experts |
-| ``router``, ``experts`` | softmax, then top k; stacked weights, each expert gated |
+| ``router`` | softmax, then top k, or the other way |
+| ``experts`` | stacked weights, each expert gated; those of gpt-oss |
 | ``block`` | GPT-2's two residual additions |
 """
 
@@ -16,6 +17,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,7 @@ from parallel_ops.integrations.huggingface import _attention, _experts, _layers,
 from parallel_ops.integrations.huggingface._families import base_of
 from parallel_ops.integrations.huggingface._trial import Draw, Verdict, stand_in, tried, undisturbed
 
-NORMS = ("rms", "zero_centred_rms", "olmo", "cohere", "torch")
+NORMS = ("rms", "rms_of_eps", "rms_alone", "zero_centred_rms", "olmo", "cohere", "torch")
 MLPS: dict[str, Callable[..., dict[str, Any]]] = {
     "gated": _layers.gated_mlp,
     "gated_dropout": _layers.gated_mlp,
@@ -64,7 +66,8 @@ class _Linear:
 def norm(module: Any) -> Verdict:
     def norms(draw: Draw) -> tuple[Any, ...]:
         weights = {name: None if p is None else draw(*p.shape) for name, p in module._parameters.items()}
-        widths = [w.shape[-1] for w in weights.values() if w is not None] or module.normalized_shape
+        widths = [w.shape[-1] for w in weights.values() if w is not None]
+        widths = widths or list(getattr(module, "normalized_shape", [_HIDDEN]))
         return stand_in(module, draw, **weights), draw.rows(2, 5, widths[-1])
 
     ours = {kind: _layers.norm(type(module), kind)["forward"] for kind in NORMS}
@@ -89,22 +92,35 @@ def mlp(module: Any, name_of_act: str, activation: _layers.Activation) -> Verdic
 def router(module: Any) -> Verdict:
     def routers(draw: Draw) -> tuple[Any, ...]:
         n = int(module.top_k) + 3
-        made = stand_in(module, draw, weight=draw(n, _HIDDEN), num_experts=n, **_SIZES)
-        return made, draw(2, 5, _HIDDEN)
+        bias = {"bias": draw(n)} if "bias" in module._parameters else {}
+        made = stand_in(module, draw, weight=draw(n, _HIDDEN), num_experts=n, **bias, **_SIZES)
+        return made, draw(10, _HIDDEN)
 
-    return tried(module, type(module).forward, {"softmax_top_k": _experts.router(type(module))["forward"]}, routers)
+    stock = type(module)
+    kinds = ("top_k_softmax",) if "bias" in module._parameters else ("softmax_top_k",)
+    return tried(module, stock.forward, {kind: _experts.router(stock, kind)["forward"] for kind in kinds}, routers)
 
 
-def experts(module: Any, activation: _layers.Activation) -> Verdict:
+def experts(module: Any, activation: _layers.Activation | None) -> Verdict:
+    interleaved = "gate_up_proj_bias" in module._parameters
+
     def stacked(draw: Draw) -> tuple[Any, ...]:
-        act = type(module.act_fn).forward.__get__(copy.copy(module.act_fn))
-        weights = {"gate_up_proj": draw(5, 2 * _INNER, _HIDDEN), "down_proj": draw(5, _HIDDEN, _INNER)}
-        made = stand_in(module, draw, **weights, **_SIZES, num_experts=5, act_fn=act, _is_expert_parallel=False)
-        made.config.__dict__["_experts_implementation_internal"] = "eager"
+        if interleaved:
+            weights = {"gate_up_proj": draw(5, _HIDDEN, 2 * _INNER), "down_proj": draw(5, _INNER, _HIDDEN)}
+            weights |= {"gate_up_proj_bias": draw(5, 2 * _INNER), "down_proj_bias": draw(5, _HIDDEN)}
+            made = stand_in(module, draw, **weights, **_SIZES, num_experts=5)
+        else:
+            act = type(module.act_fn).forward.__get__(copy.copy(module.act_fn))
+            weights = {"gate_up_proj": draw(5, 2 * _INNER, _HIDDEN), "down_proj": draw(5, _HIDDEN, _INNER)}
+            made = stand_in(module, draw, **weights, **_SIZES, num_experts=5, act_fn=act, _is_expert_parallel=False)
+        if "config" in vars(made):
+            made.config.__dict__["_experts_implementation_internal"] = "eager"
         return made, draw.rows(7, _HIDDEN), draw.integers(4, 7, 2), draw(7, 2)
 
-    ours = _experts.experts(type(module), activation, type(module.act_fn))["forward"]
-    return tried(module, type(module).forward, {"stacked": ours}, stacked, activation)
+    kind = "interleaved" if interleaved else "stacked"
+    watch = None if interleaved else ("act_fn", type(module.act_fn))
+    ours = _experts.EXPERTS[kind](type(module), activation, watch)["forward"]
+    return tried(module, type(module).forward, {kind: ours}, stacked, activation)
 
 
 def block(module: Any) -> Verdict:
@@ -144,9 +160,18 @@ class _Child:
         return (y, *(x * (i + 2) for i in range(self.others))) if self.others else y
 
 
+@dataclass
+class _Outputs(BaseModelOutputWithPastAndCrossAttentions):
+    """What a base model may return beside the hidden state."""
+
+    router_logits: Any = None
+    shared_kv_states: Any = None
+
+
 def head(module: Any) -> Verdict:
     stock, base = type(module), base_of(module)
-    mixture = hasattr(module.config, "output_router_logits")
+    # Others, such as DeepSeek-V3, have the option of a common base and no auxiliary loss.
+    mixture = hasattr(module.config, "output_router_logits") and hasattr(module, "num_experts")
 
     def heads(draw: Draw) -> tuple[Any, ...]:
         hidden, vocab = draw(2, 5, _HIDDEN), 11
@@ -154,7 +179,7 @@ def head(module: Any) -> Verdict:
             routers: Any = tuple(draw(10, module.num_experts) for _ in range(2))
             outputs: Any = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=routers)
         else:
-            outputs = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+            outputs = _Outputs(last_hidden_state=hidden)
         projection = _Linear(draw, vocab, _HIDDEN, bias=False)
         parts = {"lm_head": projection, base: lambda *_, **__: outputs}
         made = stand_in(module, draw, **parts, vocab_size=vocab, loss_type="ForCausalLM")  # its default warns
@@ -185,6 +210,8 @@ def rotation(function: Callable[..., Any]) -> Verdict:
 
     def tables(draw: Draw, batch: int, width: int, kind: str) -> tuple[Tensor, Tensor]:
         both = draw.constant(2, batch, 5, width // 2)
+        if kind == "half_by_single_tables":
+            return both[0], both[1]
         twice = both.repeat_interleave(2, -1) if kind == "interleaved" else torch.cat((both, both), -1)
         return twice[0], twice[1]
 
@@ -214,7 +241,7 @@ def core(sdpa: Callable[..., Any]) -> Verdict:
 
 
 def tables(module: Any) -> str | None:
-    """How the tables of a rotary embedding lie: "half" or "interleaved"; ``None`` if they have no angle twice."""
+    """How the tables of a rotary embedding lie: "half", "interleaved" or "single"; ``None`` if that depends."""
     forward = type(module).forward
     names = [*inspect.signature(forward).parameters][1:]
     layers = sorted(set(module.config.layer_types)) if "layer_type" in names else [None]
@@ -232,10 +259,11 @@ def tables(module: Any) -> str | None:
                 except Exception:
                     continue
                 layouts.add(_layout(found))
-    return layouts.pop() if len(layouts) == 1 and layouts != {""} else None
+    return layouts.pop() if len(layouts) == 1 else None
 
 
 def _layout(found: Any) -> str:
+    """``"single"`` for tables that have each angle once."""
     if all(torch.equal(*t.chunk(2, -1)) for t in found):
         return "half"
-    return "interleaved" if all(torch.equal(t[..., ::2], t[..., 1::2]) for t in found) else ""
+    return "interleaved" if all(torch.equal(t[..., ::2], t[..., 1::2]) for t in found) else "single"

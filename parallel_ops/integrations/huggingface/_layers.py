@@ -58,6 +58,12 @@ def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
     def rms(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.variance_epsilon)
 
+    def rms_of_eps(self: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def rms_alone(self: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, None, self.eps)
+
     def zero_centred_rms(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, zero_centered=True)
 
@@ -70,7 +76,8 @@ def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
     def torch(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
-    return {"forward": {f.__name__: f for f in (rms, zero_centred_rms, olmo, cohere, torch)}[kind]}
+    every = (rms, rms_of_eps, rms_alone, zero_centred_rms, olmo, cohere, torch)
+    return {"forward": {f.__name__: f for f in every}[kind]}
 
 
 def gated_mlp(stock: type[nn.Module], activation: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:

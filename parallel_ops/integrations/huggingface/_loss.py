@@ -130,7 +130,8 @@ def without_logits(model: Any, given: dict[str, Any], stock: Any, kind: str, bas
         options["softcap"] = model.config.final_logit_softcapping
     loss = _reduced(functools.partial(model.lm_head, hidden, **options), hidden, **of_the_loss)
     if not mixture:
-        return CausalLMOutputWithoutLogits(loss=loss, **outputs)
+        made = MoeCausalLMOutputWithoutLogits if "router_logits" in outputs else CausalLMOutputWithoutLogits
+        return made(loss=loss, **outputs)
     if given["output_router_logits"]:
         outputs["aux_loss"] = _auxiliary_loss(model, stock, outputs["router_logits"], given.get("attention_mask"))
         loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)

@@ -43,6 +43,7 @@ class CausalLMOutputWithoutLogits(_WithoutLogits, ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
+    shared_kv_states: Any = None  # Gemma 4
 
 
 @dataclass

@@ -127,5 +127,6 @@ def _steps(name: str, module: nn.Module, config: Any, layouts: set[str | None], 
 def _unknown_children(name: str, layer: Any) -> Iterator[Step]:
     separate = isinstance(getattr(layer, "experts", None), nn.ModuleList)
     for child_name, child in layer.named_children():
-        if stock_of(child) is None and not isinstance(child, nn.LayerNorm | nn.Dropout) and not separate:
+        known = isinstance(child, nn.LayerNorm | nn.Dropout) or child_name == "shared_expert_gate"  # a plain linear
+        if stock_of(child) is None and not known and not separate:
             yield Skipped(f"{name}.{child_name}", child, "any op", f"it is a {described(child)}, which is not known")

@@ -55,7 +55,7 @@ def norm(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
         reason = reason or "its weight differs between heads"
     if reason is None:
         kind, reason = _formulas.norm(module)
-    op = "rms_norm" if kind in ("rms", "zero_centred_rms") else "layer_norm"
+    op = "rms_norm" if "rms" in (kind or "") else "layer_norm"
     if kind is None:
         op = "rms_norm" if stock.__name__.endswith("RMSNorm") else "layer_norm"
         yield Skipped(name, module, op, str(reason))
@@ -65,6 +65,8 @@ def norm(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
 
 def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     if "w1" in module._modules:  # an expert of Mixtral before Transformers 5, reported with its block
+        return
+    if "experts" in module._modules:  # gpt-oss's name for a mixture of experts
         return
     name_of_act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), "")
     act = getattr(module, name_of_act, None)
@@ -123,21 +125,28 @@ def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]
 
 
 def router(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
-    reason = obstacle(module, stock) or _formulas.router(module)[1]
-    yield Skipped(name, module, "route", reason) if reason else _swap(name, module, ("route",), _experts.router)
+    kind, reason = (None, obstacle(module, stock)) if obstacle(module, stock) else _formulas.router(module)
+    if kind is None:
+        yield Skipped(name, module, "route", str(reason))
+        return
+    yield _swap(name, module, ("route",), _experts.router, kind)
 
 
 def experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
-    activation = _layers.activation_of(module.act_fn)
+    act = getattr(module, "act_fn", None)
+    activation = None if act is None else _layers.activation_of(act)
     gated = "gelu_mul" if activation in ("tanh", "none") else "bias_swiglu"
-    reason = obstacle(module, stock, {"its activation": module.act_fn})
-    reason = reason or _experts.obstacle(module.config._experts_implementation)
-    reason = reason or (_formulas.experts(module, activation)[1] if activation else _no_op(module.act_fn))
-    if reason:
-        yield Skipped(name, module, "grouped_linear", reason)
+    reason = obstacle(module, stock, {} if act is None else {"its activation": act})
+    config = getattr(module, "config", None)
+    reason = reason or (None if config is None else _experts.obstacle(config._experts_implementation))
+    reason = reason or (_no_op(act) if act is not None and activation is None else None)
+    kind, why = (None, reason) if reason else _formulas.experts(module, activation)
+    if kind is None:
+        yield Skipped(name, module, "grouped_linear", str(why))
         return
     ops = ("sort_by_expert", "permute", "grouped_linear", gated, "unpermute")
-    yield _swap(name, module, ops, _experts.experts, activation, type(module.act_fn))
+    watch = None if act is None else ("act_fn", type(act))
+    yield _swap(name, module, ops, _experts.EXPERTS[kind], activation, watch)
 
 
 def separate_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
@@ -187,7 +196,7 @@ def _rotation(stock: Any, name: str, layouts: set[str | None]) -> tuple[str | No
     pairs, why = _formulas.rotation(inspect.unwrap(stock.forward).__globals__[name])
     if pairs is None or name != "apply_rotary_pos_emb":
         return None, why or f"it rotates by {name}"
-    needed = "interleaved" if pairs == "interleaved" else "half"
+    needed = {"interleaved": "interleaved", "half_by_single_tables": "single"}.get(pairs, "half")
     return (pairs, None) if layouts == {needed} else (None, "its rotary tables are not recognized")
 
 

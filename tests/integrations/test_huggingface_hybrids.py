@@ -1,0 +1,50 @@
+"""Families with experts, linear or latent attention with and without ``huggingface.apply``, and their table."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from parallel_ops.integrations import huggingface
+from support.huggingface_hybrids import HYBRIDS, SENSITIVE, hybrid_of, table
+from support.huggingface_models import batch
+
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+
+
+def step(model, **given):
+    model.zero_grad()
+    outputs = model(**given)
+    outputs.loss.backward()
+    return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_logits_losses_gradients_and_tokens_are_those_of_stock(family):
+    model = hybrid_of(family)
+    cases = [batch(), batch(padded=True) | {"num_items_in_batch": torch.tensor(29)}]
+    expected = [step(model, **case) for case in cases]
+    prompts = batch()["input_ids"][:, :6].clamp(min=3)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = model.eval().generate(prompts, **options)
+    tolerance = SENSITIVE.get(family, 3e-6)
+    with huggingface.apply(model.train()):
+        for case, (stock, gradients) in zip(cases, expected, strict=True):
+            ours, own = step(model, **case)
+            assert abs(ours.loss - stock.loss) <= tolerance * abs(stock.loss)
+            assert own.keys() == gradients.keys()
+            scale = max(float(gradient.norm()) for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                off = float((own[name] - gradient).norm())
+                assert off < tolerance * max(float(gradient.norm()), 1e-2 * scale), name
+            logits = step(model, **case, skip_logits=False)[0].logits if "skip_logits" not in case else ours.logits
+            assert (logits - stock.logits).norm() < tolerance * stock.logits.norm()
+        assert torch.equal(model.eval().generate(prompts, **options), tokens)
+
+
+@pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the table is that of Transformers 5.23.0")
+def test_the_table_of_the_page():
+    """Printed by ``python -m support.huggingface_hybrids`` in ``tests``."""
+    rows = table()
+    assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)
