@@ -160,8 +160,9 @@ for name in $steps; do
       ;;
     gains) step gains "$python" -m benchmarks.gpu_session.gains ;;
     attention)
-      step attention bash -c '"$python" -m benchmarks.attention_choice; status=$?
-        "$python" -m benchmarks.gpu_session.attention "$0" && exit $status' "$output"
+      step attention bash -c '"$python" -m benchmarks.gpu_session.attention_choice; status=$?
+        "$python" -m benchmarks flash_attention --device cuda --dtype bfloat16 --no-composites --output "$0" &&
+          exit $status' "$output"
       ;;
     memory)
       step memory "$python" -m benchmarks "${memory_ops[@]}" --device cuda --dtype bfloat16 --shapes 2 --no-composites \

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import ops
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.export import find_target
@@ -193,9 +194,9 @@ def test_a_program_takes_its_options(page, line):
     assert sources(module)
     named = [word for word in arguments[:1] if re.fullmatch("[a-z_]+", word)]
     if module == "benchmarks" and named:
-        assert (ROOT / "benchmarks" / f"bench_{named[0]}.py").is_file()
-        program = sources(f"benchmarks.bench_{named[0]}")
-        source = program if f'"{named[0]}":' in sources(module) else sources(module)
+        commands = dict(re.findall(r'^    "(\w+)": \("([\w.]+)",', sources(module), re.MULTILINE))
+        assert named[0] in commands or named[0] in ops.every()
+        source = sources(f"benchmarks.{commands[named[0]]}") if named[0] in commands else sources(module)
     else:
         source = sources(module)
     assert all(has_option(source, option) for option in given(arguments))

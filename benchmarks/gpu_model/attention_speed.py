@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
 from benchmarks.gpu_model import attention, table
 from benchmarks.gpu_model.attention import Grid
 from benchmarks.gpu_model.devices import CLONE, ISSUE_SLOTS, L2_BYTES, LAUNCH_GAP, SPECIAL_FUNCTIONS, Device
-from benchmarks.gpu_session.attention import Row
+from benchmarks.ops import flash_attention
 
 # Multiply-adds a cycle of a multiprocessor's tensor cores in 16 bits, and TFLOP/s of all as specified for dense
 # products: whitepapers of A100 and H100, datasheets of H100, H200 and HGX B200. The clock of products follows.
@@ -133,13 +132,15 @@ def speeds(shape: attention.Shape, device: Device) -> dict[str, Speed]:
 
 
 def measured(folder: Path) -> dict[tuple[str, str, str], float]:
-    """TFLOP/s of the Triton kernels by shape, direction and GPU; ``benchmarks.gpu_session.attention`` writes them."""
+    """TFLOP/s of the Triton kernels in rows of ``flash_attention``, by shape, direction and GPU."""
     found: dict[tuple[str, str, str], float] = {}
-    for path in sorted(folder.glob("*-attention.csv")):
-        for row in results.read_as(Row, path):
-            device = table.device_of(row.device)
-            if (row.provider, row.mask) == ("triton", "causal") and device is not None:
-                found[row.shape, row.direction, device] = row.tflops
+    for row in table.rows_measured(folder):
+        device = table.device_of(row.device)
+        if (row.op, row.provider) == ("flash_attention", "triton") and row.bytes and device is not None:
+            shape = tuple(map(int, row.shape.split("x")))
+            b, h, s, d, kv_heads = (*shape, shape[1])[:5]
+            work = flash_attention.flops(shape, row.direction)
+            found[f"{b}x{s}x{h}x{kv_heads}x{d}", row.direction, device] = work / row.ms_median / 1e9
     return found
 
 

@@ -1,16 +1,16 @@
 """The ops and sizes of the model, and one row for each of them, direction and GPU."""
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks import ops
 from benchmarks.gpu_model.devices import Device
 from benchmarks.gpu_model.facts import Facts, directions
 from benchmarks.gpu_model.prediction import Prediction, predict
-from benchmarks.spec import Benchmark, Shape
+from benchmarks.harness.spec import Benchmark, Shape
 
 # Hidden sizes: of models, and 4,104, a multiple of 8 that 16 does not divide.
 _HIDDEN: list[Shape] = [(2048, 4, h) for h in (1024, 4096, 4104, 8192, 12288, 16384)]
@@ -78,8 +78,7 @@ class Row:
 
 
 def benchmark(op: str) -> Benchmark:
-    found: Benchmark = importlib.import_module(f"benchmarks.bench_{op.partition('.')[0]}").BENCHMARK
-    return found
+    return ops.every()[op.partition(".")[0]]
 
 
 def rows(op: str, shape: Shape, dtype: str, devices: Sequence[Device]) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.spec import Benchmark, Provider, Shape
+from benchmarks.harness.spec import Benchmark, Provider, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

@@ -1,12 +1,12 @@
 """The rows as a page of Markdown, with what was measured beside what is expected."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import results
 from benchmarks.gpu_model.cases import Row
 from benchmarks.gpu_model.devices import CLONE, L2_LATENCY, LATENCY, LAUNCH_GAP, Device
 from benchmarks.gpu_model.prediction import OVERLAP
+from benchmarks.harness import results
 
 _HEAD = """# What the GPU kernels should reach
 
@@ -72,18 +72,22 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+def rows_measured(folder: Path) -> Iterator[results.Row]:
+    """The measurements of ops in a folder, where tables of other benchmarks lie, too."""
+    for path in sorted(folder.glob("*.csv")):
+        with path.open() as file:
+            if "percent_of_clone" in file.readline():
+                yield from results.read(path)
+
+
 def measured(folder: Path) -> dict[tuple[str, ...], float]:
     """Share of clone of each measurement on a GPU of the model, by the key of its row."""
     found: dict[tuple[str, ...], float] = {}
-    for path in sorted(folder.glob("*.csv")):
-        with path.open() as file:
-            if "percent_of_clone" not in file.readline():  # tables of other benchmarks stand beside
-                continue
-        for row in results.read(path):
-            device = device_of(row.device)
-            if row.percent_of_clone is not None and device is not None:
-                op = row.op if row.provider == "parallel_ops" else f"{row.op}.{row.provider}"
-                found[op, row.direction, row.shape, row.dtype, device] = row.percent_of_clone / 100
+    for row in rows_measured(folder):
+        device = device_of(row.device)
+        if row.percent_of_clone is not None and device is not None:
+            op = row.op if row.provider == "parallel_ops" else f"{row.op}.{row.provider}"
+            found[op, row.direction, row.shape, row.dtype, device] = row.percent_of_clone / 100
     return found
 
 

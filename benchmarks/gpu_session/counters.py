@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cli import load
+from benchmarks import ops
 from parallel_ops import flash_attention
 
 # Op, shape, and the kernel that is looked at, by what its name begins with.
@@ -40,7 +40,7 @@ _LIMIT = 40.0  # seconds of a kernel
 def call(name: str, device: str) -> None:
     """Forward and backward of a case three times, the first of which compile."""
     op, shape, _ = CASES[name]
-    benchmark = load(op)
+    benchmark = ops.every()[op]
     inputs = benchmark.build(shape if device == "cuda" else benchmark.tiny, torch.bfloat16, torch.device(device))
     leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
     for _ in range(3):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.timing import CudaTimer, HostTimer, Timer, take_turns
+from benchmarks.harness.timing import HostTimer, Rounds, device_timer, take_turns
 from parallel_ops import permute, rms_norm, route, sort_by_expert, unpermute
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.models import Transformer, TransformerConfig
@@ -70,10 +70,8 @@ def ratio(feature: str, device: torch.device, scale: int = 1, rounds: int = 20) 
 
     # The host's time counts where launches are meant to cost less of it.
     on_host = device.type == "cpu" or feature == "remembered_launches"
-    timer: Timer = HostTimer(device) if on_host else CudaTimer(repeat=2)
-    stats = take_turns(
-        {"with": [with_feature], "without": [call]}, timer, min_rounds=rounds, max_rounds=rounds, budget_s=0
-    )
+    timer = HostTimer(device) if on_host else device_timer(device, repeat=2)
+    stats = take_turns({"with": with_feature, "without": call}, timer, Rounds(rounds))
     return stats["with"].median / stats["without"].median
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import attention_choice
-from benchmarks.gpu_session import capture
+from benchmarks.gpu_session import attention_choice, capture
 from benchmarks.gpu_session.ranks import device_of
 from parallel_ops import grouped_linear, rms_norm
 from parallel_ops._internal.gradients.weight_gradients import add_product

@@ -5,12 +5,11 @@ Ceilings are a clone of 1 GiB and a product of 8192 x 8192 x 8192 in bfloat16, m
 
 import importlib.metadata
 import sys
-from collections.abc import Callable
 
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks.timing import CudaTimer, HostTimer, Timer, take_turns
+from benchmarks.harness.timing import Rounds, device_timer, take_turns
 
 _PACKAGES = ("torch", "triton", "setuptools", "pytest", "pytest-xdist", "transformers", "liger-kernel")
 
@@ -36,9 +35,7 @@ def ceilings(device: torch.device, clone_bytes: int, size: int) -> tuple[float, 
     """(GB/s that a clone moves, TFLOP/s of a square product)."""
     source = torch.randn(clone_bytes // 2, device=device).to(torch.bfloat16)
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    timer: Timer = CudaTimer(repeat=2) if device.type == "cuda" else HostTimer(device)
-    calls: dict[str, list[Callable[[], object]]] = {"clone": [source.clone], "product": [lambda: a @ b]}
-    stats = take_turns(calls, timer, min_rounds=10, max_rounds=10, budget_s=0)
+    stats = take_turns({"clone": source.clone, "product": lambda: a @ b}, device_timer(device, repeat=2), Rounds(10))
     return 2 * source.nbytes / stats["clone"].median / 1e9, 2 * size**3 / stats["product"].median / 1e12
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import results
-from benchmarks.environment import Environment, describe
-from benchmarks.gpu_session.processes import Processes
 from benchmarks.gpu_session.proofs import Proof, proofs
+from benchmarks.harness import results
+from benchmarks.harness.environment import Environment, describe
+from benchmarks.harness.processes import Processes
 
 PASSED, FAILED, LATE = "passed", "failed", "time limit"
 
@@ -41,10 +41,12 @@ def run(proof: Proof, processes: Processes, kind: str) -> tuple[str, str]:
     """The result of a proof, and why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            errors = processes.run(proof.run, (kind, str(Path(folder, "store")), *proof.arguments), proof.seconds)
+            processes.run(proof.run, kind, str(Path(folder, "store")), *proof.arguments, seconds=proof.seconds)
         except TimeoutError as error:
             return LATE, str(error)
-    return (FAILED, "; ".join(errors)) if errors else (PASSED, "")
+        except RuntimeError as error:
+            return FAILED, str(error)
+    return PASSED, ""
 
 
 def _nccl(kind: str) -> str:

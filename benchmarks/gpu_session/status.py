@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import results
-from benchmarks.environment import Environment
 from benchmarks.gpu_session.paths import PATHS, GpuPath
 from benchmarks.gpu_session.prove import PASSED, Proven
+from benchmarks.harness import results
+from benchmarks.harness.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"

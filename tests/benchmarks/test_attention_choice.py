@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks import attention_choice
+from benchmarks.gpu_session import attention_choice
 
 SMALL = ((2, 1, 40, 16, {}), (2, 2, 33, 8, {"window": 9}), (2, 1, 24, 8, {"sink": True}))
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import results
-from benchmarks.environment import describe
 from benchmarks.gpu_model import attention_speed, devices, table
 from benchmarks.gpu_model.cases import Row, benchmark
 from benchmarks.gpu_model.facts import SAMPLE, directions, launched
 from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
-from benchmarks.gpu_session import attention
+from benchmarks.harness import results
+from benchmarks.harness.environment import describe
 from parallel_ops import bias_gelu, silu_mul, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.aot
@@ -79,15 +78,21 @@ def test_attention_is_between_what_hides_and_what_does_not():
 
 
 def test_measured_attention_is_that_of_the_kernels(tmp_path):
-    where = {**vars(describe(torch.device("cpu"))), "device": "nvidia-h100-80gb-hbm3"}
+    """4 x 8 heads x 128 dims x half of 8,192^2 pairs are 137.4 GFLOP."""
+    values = dict.fromkeys(f.name for f in dataclasses.fields(results.Row)) | vars(describe(torch.device("cpu")))
+    values |= {"device": "nvidia-h100-80gb-hbm3", "op": "flash_attention", "shape": "1x8x8192x128x1", "bytes": 1}
     rows = [
-        attention.Row(
-            provider=provider, mask=mask, shape="1x8192x8x1x128", direction="forward", ms=1.0, tflops=tflops, **where
-        )
-        for provider, mask, tflops in (("triton", "causal", 600), ("cudnn", "causal", 650), ("triton", "window", 400))
-    ]
-    results.merge(tmp_path / "nvidia-h100-80gb-hbm3-attention.csv", rows)
-    assert attention_speed.measured(tmp_path) == {("1x8192x8x1x128", "forward", "H100 SXM"): 600.0}
+        results.Row(**values | {"provider": provider, "direction": direction, "ms_median": ms})
+        for provider, direction, ms in (("triton", "forward", 0.25), ("sdpa_cudnn", "forward", 0.2),
+                                        ("triton", "backward", 1.0), ("window", "forward", 0.1))
+    ]  # fmt: skip
+    results.merge(tmp_path / "nvidia-h100-80gb-hbm3.csv", rows)
+    found = attention_speed.measured(tmp_path)
+    key = "1x8192x8x1x128"
+    assert found == {
+        (key, "forward", "H100 SXM"): pytest.approx(4 * 137.439),
+        (key, "backward", "H100 SXM"): pytest.approx(343.6, rel=1e-3),
+    }
 
 
 def test_wave_efficiency():

@@ -7,11 +7,11 @@ import pytest
 import parallel_ops.context_parallel
 import parallel_ops.expert_parallel
 import parallel_ops.tensor_parallel  # noqa: F401 - registers its ops
-from benchmarks import results
 from benchmarks.gpu_session import gains, kernels, prove, status
 from benchmarks.gpu_session.paths import PATHS
-from benchmarks.gpu_session.processes import Processes
 from benchmarks.gpu_session.proofs import proofs
+from benchmarks.harness import results
+from benchmarks.harness.processes import Processes
 from parallel_ops._internal.dispatch.registration import cuda_kernels
 from parallel_ops.ops.attention.backends import NAMES
 from parallel_ops.planner.plan import SCHEDULES
@@ -27,14 +27,15 @@ def two():
 
 
 def test_processes_go_on_after_what_one_of_them_did(two):
-    assert two.run(answer, ("variable",), 60) == []
+    assert two.run(answer, "variable", seconds=60) == ["set", "set"]
     assert "PROOF" not in os.environ
-    assert two.run(answer, ("raise",), 60) == ["rank 1: ValueError: wrong on rank 1"]
-    assert two.run(answer, ("exit",), 60) == ["rank 0: its process is gone"]
-    two.run(answer, ("variable",), 60)
+    for what, message in (("raise", "rank 1: ValueError: wrong on rank 1"), ("exit", "rank 0: its process is gone")):
+        with pytest.raises(RuntimeError, match=f"^{message}$"):
+            two.run(answer, what, seconds=60)
+    two.run(answer, "variable", seconds=60)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] did not answer within 2 s"):
-        two.run(answer, ("hang",), 2)
-    assert two.run(answer, ("variable",), 60) == []
+        two.run(answer, "hang", seconds=2)
+    assert two.run(answer, "variable", seconds=60) == ["set", "set"]
     assert two.serve(2, {"PROOF": "set", "OMP_NUM_THREADS": "1"}) and not two.serve(2, {}) and not two.serve(4, {})
 
 
@@ -48,16 +49,15 @@ NAMES_OF_RANKS = (
 @pytest.mark.parametrize("name", NAMES_OF_RANKS)
 def test_proofs_over_ranks(two, tmp_path, name):
     proof = proofs()[name]
-    assert two.run(proof.run, ("cpu", str(tmp_path / "store"), *proof.arguments), 120) == []
+    two.run(proof.run, "cpu", str(tmp_path / "store"), *proof.arguments, seconds=120)
 
 
 def test_a_wrong_loss_is_found(two, tmp_path, monkeypatch):
     proof = proofs()["data parallelism, zero 0"]
     model, plan = proof.arguments
-    wrong = two.run(
-        proof.run, ("cpu", str(tmp_path / "store"), model, plan | {"micro_batch": 2, "global_batch": 4}), 120
-    )
-    assert len(wrong) == 1 and "step 1: loss" in wrong[0]
+    wrong = plan | {"micro_batch": 2, "global_batch": 4}
+    with pytest.raises(RuntimeError, match=r"^rank 0: ValueError: step 1: loss [^;]*$"):
+        two.run(proof.run, "cpu", str(tmp_path / "store"), model, wrong, seconds=120)
 
 
 def test_rows_are_kept(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_session import attention, capture, counters, machine
+from benchmarks.gpu_session import capture, counters, machine
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu_session.sh"
@@ -66,8 +66,8 @@ def test_a_failing_and_a_slow_step_do_not_keep_the_next_from_running(tmp_path):
     assert sorted(os.listdir(output)) == ["results.tar.gz", "summary.txt"]
     packed = logs(output)
     assert {"a-gpu.csv", "a-gpu.png", *(f"{name}.log" for name in STEPS)} == set(packed)
-    assert b"ran: -m benchmarks.gpu_session.attention " + str(output).encode() in packed["attention.log"]
-    assert b"ran: -m benchmarks.attention_choice" in packed["attention.log"]
+    assert b"ran: -m benchmarks flash_attention --device cuda" in packed["attention.log"]
+    assert b"ran: -m benchmarks.gpu_session.attention_choice" in packed["attention.log"]
 
 
 @bash
@@ -158,7 +158,7 @@ def test_it_names_tests_and_modules_that_exist():
     assert len(named) >= 2
     assert all((ROOT / name).exists() or (ROOT / f"{name}.py").exists() for name in named)
     modules = re.findall(r"-m (benchmarks\.[\w.]+)", text)
-    assert len(modules) == 7
+    assert len(modules) == 6
     places = [ROOT / name.replace(".", "/") for name in modules]
     assert all(place.is_dir() or place.with_suffix(".py").exists() for place in places)
 
@@ -168,26 +168,6 @@ def test_machine(capsys):
     said = capsys.readouterr().out
     assert f"torch {torch.__version__.partition('+')[0]}" in said and "liger-kernel" in said
     assert re.search(r"takes (FLASH_ATTENTION|MATH)\nclone [\d,]+ GB/s, product [\d.]+ TFLOP/s", said)
-
-
-def test_attention_in_teraflops(tmp_path, capsys):
-    assert attention.main(str(tmp_path), "cpu", [(1, 64, 2, 1, 16)]) == 0
-    (file,) = tmp_path.iterdir()
-    rows = attention.results.read_as(attention.Row, file)
-    assert {(r.provider, r.mask) for r in rows} == {
-        ("parallel_ops", "causal"), ("parallel_ops", "window"), ("flash", "causal")
-    }  # fmt: skip
-    assert all(r.ms > 0 and r.tflops > 0 for r in rows) and len(rows) == 6
-    assert capsys.readouterr().out.count("TFLOP/s") == 3
-
-
-def test_work_of_attention():
-    shape = (2, 1024, 8, 2, 128)
-    assert attention.flops(shape, "causal", "forward") == 2 * 8 * 4 * 128 * 1024**2 / 2
-    assert attention.flops(shape, "causal", "backward") == 2.5 * attention.flops(shape, "causal", "forward")
-    pairs = sum(min(i + 1, 512) for i in range(1024))
-    assert attention.visible(1024, "window") == pairs
-    assert attention.visible(1024, "documents") == (512**2 + 256**2 + 2 * 128**2) / 2
 
 
 def test_a_step_to_be_captured(monkeypatch):

@@ -10,13 +10,18 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import bench_bias_gelu, cli, harness, overlap, plot, report, results, ring_attention, timing
-from benchmarks.cli import app, load, ops_available, run
-from benchmarks.harness import Settings
-from benchmarks.memory import peak_bytes
+from benchmarks import cli, ops
+from benchmarks.cli import app, run
+from benchmarks.harness import measure, plot, report, results, timing
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.memory import peak_bytes
+from benchmarks.harness.timing import Rounds
+from benchmarks.parallel import overlap, ring_attention
 from support.suite import DEVICES
 
 CPU = torch.device("cpu")
+OPS = ops.every()
+BIAS_GELU = OPS["bias_gelu"]
 
 
 def row(**changes):
@@ -30,15 +35,15 @@ def row(**changes):
 
 
 def test_stats_are_median_and_quartiles():
-    assert timing.Stats.of([5.0, 1.0, 3.0, 2.0, 4.0]) == timing.Stats(median=3.0, p25=2.0, p75=4.0)
-    assert timing.Stats.of([7.0]) == timing.Stats(7.0, 7.0, 7.0)
+    assert timing.Stats.of([5.0, 1.0, 3.0, 2.0, 4.0]) == timing.Stats(median=3.0, p25=2.0, p75=4.0, fastest=1.0)
+    assert timing.Stats.of([7.0]) == timing.Stats(7.0, 7.0, 7.0, 7.0)
 
 
 def test_the_composite_can_be_left_out():
     settings = Settings.standard(CPU, (torch.float32,), quick=True, compiled=False)
-    case = next(harness.cases(bench_bias_gelu.BENCHMARK, settings, []))
+    case = next(measure.cases(BIAS_GELU, settings, []))
     assert list(case.providers) == ["parallel_ops"]
-    assert next(harness.cases(load("rms_norm"), settings, [])).providers.keys().isdisjoint({"eager", "compile"})
+    assert next(measure.cases(OPS["rms_norm"], settings, [])).providers.keys().isdisjoint({"eager", "compile"})
 
 
 class RecordingTimer:
@@ -55,9 +60,9 @@ class RecordingTimer:
 def test_providers_take_turns_in_changing_order_on_changing_inputs():
     timer = RecordingTimer()
     calls = {name: [functools.partial(str, f"{name}{i}") for i in range(5)] for name in "abc"}
-    stats = timing.take_turns(calls, timer, min_rounds=3, max_rounds=6, budget_s=60)
+    stats = timing.take_turns(calls, timer, Rounds(3, 6, 60))
     assert set(stats) == set("abc")
-    assert stats["a"] == timing.Stats(1.0, 1.0, 1.0)  # the first round, which fills the pools, does not count
+    assert stats["a"] == timing.Stats(1.0, 1.0, 1.0, 1.0)  # the first round, which fills the pools, does not count
     assert len(timer.rounds) == 7
     orders = ["".join(batch[0][0] for batch in r) for r in timer.rounds]
     assert orders[:6] == ["abc", "bca", "cab", "cba", "acb", "bac"]
@@ -67,7 +72,7 @@ def test_providers_take_turns_in_changing_order_on_changing_inputs():
 
 def test_the_budget_ends_the_rounds_but_not_before_the_least():
     timer = RecordingTimer()
-    timing.take_turns({"a": [str]}, timer, min_rounds=3, max_rounds=50, budget_s=0)
+    timing.take_turns({"a": [str]}, timer, Rounds(3, 50, 0))
     assert len(timer.rounds) == 1 + 3
 
 
@@ -97,13 +102,13 @@ def test_a_new_row_replaces_the_old_one_of_its_case(tmp_path):
     ],
 )
 def test_necessary_bytes(op, shape, forward, backward):
-    traffic = load(op).traffic(shape, torch.float32)
+    traffic = OPS[op].traffic(shape, torch.float32)
     assert [traffic.of(d) for d in ("forward", "backward", "full")] == [forward, backward, forward + backward]
 
 
-@pytest.mark.parametrize("op", ops_available())
+@pytest.mark.parametrize("op", list(OPS))
 def test_every_op_computes_what_the_composite_computes(op):
-    benchmark = load(op)
+    benchmark = OPS[op]
     inputs = benchmark.build(benchmark.tiny, torch.float32, CPU)
     ours, eager = benchmark.ours(*inputs), benchmark.eager(*inputs)
     assert ours.shape == eager.shape
@@ -121,11 +126,9 @@ def test_peak_memory_counts_what_is_alive_at_once():
 
 
 def tiny_run(folder, device=CPU, **changes):
-    tiny = dataclasses.replace(bench_bias_gelu.BENCHMARK, shapes=lambda *_: [(64, 2, 32)], **changes)
+    tiny = dataclasses.replace(BIAS_GELU, shapes=lambda *_: [(64, 2, 32)], **changes)
     dtypes = (torch.float32, torch.bfloat16)
-    settings = Settings(
-        device, dtypes, backend="aot_eager", min_rounds=2, max_rounds=2, budget_s=0, input_bytes=1 << 18
-    )
+    settings = Settings(device, dtypes, backend="aot_eager", rounds=Rounds(2), input_bytes=1 << 18)
     out = io.StringIO()
     done = run([tiny], settings, folder, Console(file=out, width=120))
     return done, out.getvalue()
@@ -176,9 +179,9 @@ def test_speedup_is_a_ratio_of_medians():
 
 
 def test_input_sets_differ_in_address_and_not_in_value():
-    build = functools.partial(bench_bias_gelu.build, (8, 2, 16), torch.float32, CPU)
-    case = harness.Case("bias_gelu", (8, 2, 16), torch.float32, "full", build, {"eager": bench_bias_gelu.eager}, 1)
-    sets = harness._input_sets(case, Settings(CPU, (torch.float32,), input_bytes=10_000))
+    build = functools.partial(BIAS_GELU.build, (8, 2, 16), torch.float32, CPU)
+    case = measure.Case("bias_gelu", (8, 2, 16), torch.float32, "full", build, {"eager": BIAS_GELU.eager}, 1)
+    sets = measure._input_sets(case, Settings(CPU, (torch.float32,), input_bytes=10_000))
     (x, bias), grad = sets[0]
     assert len(sets) == 10_000 // (2 * x.nbytes + bias.nbytes)
     assert len({inputs[0].data_ptr() for inputs, _ in sets}) == len(sets)
@@ -208,7 +211,7 @@ def test_usage_errors_are_one_line_too(monkeypatch, capsys):
     assert err.startswith("error: No such option: --fast") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", sorted(cli._COMMANDS))
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_a_command_has_its_own_options(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmarks", name, "--fast"])
     if name == "drop_in":
@@ -236,7 +239,7 @@ def test_asking_for_a_missing_gpu_gives_one_line_and_exit_2():
 def test_list_names_the_ops():
     result = CliRunner().invoke(app, ["--list"])
     assert result.exit_code == 0
-    assert result.stdout.split() == ops_available()
+    assert result.stdout.split() == list(OPS)
 
 
 def test_every_provider_has_a_colour():

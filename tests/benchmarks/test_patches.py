@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from benchmarks.patches import Patch
+from benchmarks.training.patches import Patch
 
 
 def test_a_patch_is_in_force_within_its_block_alone(monkeypatch):

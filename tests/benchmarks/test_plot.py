@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.plot import overview, plot_overview
-from benchmarks.results import read
+from benchmarks.harness.plot import overview, plot_overview
+from benchmarks.harness.results import read
 
 ROOT = Path(__file__).parents[2]
 CHARTS = {"docs/h100.svg": "benchmarks/results/nvidia-h100-80gb-hbm3.csv"}

@@ -4,17 +4,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import bench_ring_attention, results, ring_attention
-from benchmarks.bench_ring_attention import app
-from benchmarks.ring_attention import Measured, Row, Shape
+from benchmarks.harness import results
+from benchmarks.parallel import ring_attention
+from benchmarks.parallel.ring_attention import Row, Shape, app
 from support.loopback import LoopbackGroup
 
 SMALL = Shape(tokens=12, heads=4, kv_heads=2, head_dim=8)
 
 
 def test_what_is_computed_from_times():
-    found = Measured(whole=8.0, transfer=1.0, ring=2.5, size=4)
-    assert (found.percent, found.overhead) == (80.0, 2.5 / 3)
+    found = ring_attention.derived({"whole both": 8.0, "transfer both": 1.0, "both": 2.5}, 4, "both")
+    assert (found["percent"], found["overhead"], found["ms_ring"]) == (80.0, 2.5 / 3, 2500.0)
 
 
 def test_a_proportionate_link_keeps_the_ratio_of_transfer_to_arithmetic():
@@ -39,7 +39,7 @@ def test_every_measured_call_runs_on_every_rank(documents):
 
 
 def test_rows_are_written_and_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_ring_attention, "_CPU", SMALL)
+    monkeypatch.setattr(ring_attention, "_CPU", SMALL)
     arguments = ["--quick", "--tokens", "16", "--size", "2", "--link", "45", "--documents", "2"]
     for _ in range(2):
         result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--output", str(tmp_path)])
@@ -57,7 +57,7 @@ def test_rows_are_written_and_replaced(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes"], "--processes needs processes: torchrun"),
+        (["--processes"], "the transport c10d needs processes: torchrun"),
         (["--link", "0"], "a link must have a positive bandwidth, got [0.0]"),
         (["--layout", "blocks"], "unknown layout 'blocks'; choose from zigzag, striped, contiguous"),
         (["--dtype", "int8"], "unknown dtype 'int8'; choose from float32, bfloat16, float16"),

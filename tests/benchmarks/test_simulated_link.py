@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
+from benchmarks.parallel.link import SimulatedLink, SimulatedTransport
 from parallel_ops.comm.transport.base import Receive, Send
 from ptx import aot
 
@@ -71,12 +71,12 @@ def test_links_that_cannot_be(make, message):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_read_the_clock(capability):
     """Compiled for GPUs that are not there: the loop is kept, and reads the clock in every turn."""
-    from benchmarks import simulated_link_kernels as paced_link
+    from benchmarks.parallel import link_kernels
 
     start = torch.empty(1, dtype=torch.int64, device="meta")
     with aot.recorded() as launches:
-        paced_link.note_time(start)
-        paced_link.hold(start, 5_000_000_000)
+        link_kernels.note_time(start)
+        link_kernels.hold(start, 5_000_000_000)
     for launch, reads in zip(launches, (1, 2), strict=True):
         assert aot.assembly(launch, capability).count("%globaltimer") == reads
 

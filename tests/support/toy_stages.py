@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench_pipeline
-from benchmarks.bench_pipeline import schedule_of
+from benchmarks.parallel import pipeline
+from benchmarks.parallel.pipeline import schedule_of
 from parallel_ops.pipeline_parallel import Executor, Observer, Stages
 from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.planner.schedules.action import Action
@@ -83,4 +83,4 @@ def expected(stages: int, micro_batches: int) -> tuple[dict[int, float], dict[in
 
 def paced(rank: int, seconds: float, micro_batches: int) -> dict[str, tuple[float, float]]:
     """See the benchmark."""
-    return bench_pipeline.paced(rank, seconds, micro_batches)
+    return pipeline.paced(rank, seconds, micro_batches)

@@ -1,0 +1,1 @@
+"""One harness for everything that measures time: turns and medians, ranks, environments, rows, tables."""

@@ -1,0 +1,1 @@
+"""The host's time of calls on a GPU."""

@@ -1,0 +1,1 @@
+"""Benchmarks of messages between ranks: overlap, rings, experts, pipelines."""

@@ -1,0 +1,283 @@
+"""``python -m benchmarks ring_attention``: attention of a sequence that ranks share, beside that of one device.
+
+    python -m benchmarks ring_attention                                     a paced link, one process
+    torchrun --nproc-per-node 2 -m benchmarks ring_attention --processes    processes: gloo or NCCL
+
+For one rank of ``size``, forward, and forward and backward:
+
+    whole     flash attention of the whole sequence on one device
+    ring      this rank's part of it, with the keys of the others on their way
+    transfer  what the ring sends and receives, and nothing else
+
+    percent   (whole / size) / ring             100: as if the ranks were one device
+    overhead  ring / (whole / size + transfer)  above 1: time that neither arithmetic nor transfer explains
+
+On a GPU the shapes are those of Llama 3 8B. On a CPU there are fewer tokens and heads, and the link is proportionate:
+bytes take as long, against the arithmetic of a step, as they would for a GPU of REFERENCE_FLOPS with that link.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.harness import options
+from benchmarks.harness.environment import Environment
+from benchmarks.harness.timing import Call, Rounds, device_timer, take_turns
+from benchmarks.parallel.link import Session
+from parallel_ops._internal.command_line import fail
+from parallel_ops.comm.transport.base import Transport
+from parallel_ops.context_parallel import SequenceLayout
+from parallel_ops.context_parallel.cost import Algorithm, keys_sent
+from parallel_ops.context_parallel.schedule.blocks import Options, pack_keys
+from parallel_ops.context_parallel.schedule.ring import KVGradReducer, KVPrefetcher
+from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.ops.attention.flash_attention import flash_attention
+
+# FLOP/s of attention as an H100 does it in practice; it sets only how fast a proportionate link is.
+REFERENCE_FLOPS = 600e12
+DIRECTIONS = ("forward", "both")
+_OP = "bench_ring_attention"
+_LINKS = (45.0, 370.0)  # GB/s: a network port and NVLink in practice
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A causal attention: ``tokens`` of one rank, and ``documents`` of different lengths in the whole sequence."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layout: str = "zigzag"
+    documents: int = 1
+
+    def cu_seqlens(self, size: int, device: torch.device) -> Tensor | None:
+        """Documents whose lengths rise from the first to the last."""
+        if self.documents == 1:
+            return None
+        share = torch.arange(self.documents + 1, dtype=torch.float64)
+        share = share * (share + 1) / (self.documents * (self.documents + 1))
+        return (share * size * self.tokens).round().to(device, torch.int32)
+
+    def bandwidth(self, gb_per_s: float, size: int, itemsize: int, whole_seconds: float) -> float:
+        """Bytes per second that are to this machine's arithmetic what ``gb_per_s`` is to a reference GPU's.
+
+        Args:
+            whole_seconds: Time here of a forward pass of the whole causal sequence without documents.
+        """
+        flops = 2 * self.heads * self.head_dim * (size * self.tokens) ** 2
+        sent = keys_sent(self.tokens, self.tokens, 2 * self.kv_heads * self.head_dim, 2).forward
+        reference = (sent / (gb_per_s * 1e9)) / (flops / REFERENCE_FLOPS)
+        here = keys_sent(self.tokens, self.tokens, 2 * self.kv_heads * self.head_dim, itemsize).forward
+        return here / (reference * whole_seconds)
+
+
+_LLAMA = Shape(tokens=8192, heads=32, kv_heads=8, head_dim=128)
+_CPU = Shape(tokens=512, heads=4, kv_heads=1, head_dim=64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(Environment):
+    """Times in milliseconds, medians. ``link_gb_per_s``: as asked for; None for a real transport."""
+
+    layout: str
+    direction: str
+    size: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    documents: int
+    dtype: str
+    transport: str
+    link_gb_per_s: float | None
+    ms_whole: float
+    ms_transfer: float
+    ms_ring: float
+    percent: float
+    overhead: float
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        link = "" if self.link_gb_per_s is None else f"{self.link_gb_per_s:g}"
+        shape = (self.size, self.tokens, self.heads, self.kv_heads, self.head_dim, self.documents)
+        return self.layout, self.direction, *map(str, shape), self.dtype, self.transport, link
+
+
+def derived(seconds: dict[str, float], size: int, direction: str) -> dict[str, float]:
+    """The columns of a row from the seconds of the calls, those of one device under ``whole`` and the direction."""
+    whole, transfer, ring = (seconds[name] for name in (f"whole {direction}", f"transfer {direction}", direction))
+    return {
+        "ms_whole": 1e3 * whole, "ms_transfer": 1e3 * transfer, "ms_ring": 1e3 * ring,
+        "percent": 100 * whole / size / ring, "overhead": ring / (whole / size + transfer),
+    }  # fmt: skip
+
+
+def whole_calls(shape: Shape, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, Call]:
+    """The whole sequence on one device, by ``whole`` and the direction."""
+    s = size * shape.tokens
+    q, k, v = (_random(s, n, shape.head_dim, dtype, device).requires_grad_() for n in _heads(shape))
+    attend = functools.partial(flash_attention, q, k, v, cu_seqlens=shape.cu_seqlens(size, device))
+    grad = torch.randn_like(q)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    return {"whole forward": forward, "whole both": lambda: torch.autograd.grad(attend(), (q, k, v), grad)}
+
+
+def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: torch.device) -> dict[str, Call]:
+    """One rank's part, by direction, and ``transfer`` with the direction for its messages alone."""
+    size, rank = transport.size, transport.rank
+    options = Options(True, None, shape.head_dim**-0.5, 0.0, 0.0, None, shape.cu_seqlens(size, device))
+    attention = Attention(_OP, transport, size * shape.tokens, shape.layout, Algorithm(1, False), options)
+    s = SequenceLayout(size * shape.tokens, size, shape.layout).lengths[rank]
+    q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
+    grad = torch.randn_like(q)
+    ring = attention.ring()
+    kv = pack_keys(k, v)
+    shares = torch.zeros(kv.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+    def both() -> object:
+        out, statistics, _ = attention.forward(q, k, v, None)
+        return attention.backward(grad, q, k, v, None, out, statistics)
+
+    def transfer(direction: str) -> None:
+        for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:
+            returns = KVGradReducer(ring, shares.clone()) if phase == "both" else None
+            feed = KVPrefetcher(ring, kv)
+            for step in range(1, size):
+                _, keys = feed.take()
+                if returns is not None:
+                    returns.post(step, shares[: len(keys)].contiguous())
+            if returns is not None:
+                returns.total()
+
+    return {
+        "forward": lambda: attention.forward(q, k, v, None),
+        "both": both,
+        **{f"transfer {direction}": functools.partial(transfer, direction) for direction in DIRECTIONS},
+    }
+
+
+def torch_ring(shape: Shape, size: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """PyTorch's own context parallelism over the default group; RuntimeError where it has no kernel."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh(device.type, (size,))
+    s = size * shape.tokens
+    # [b, h, s, d], whole on every rank; keys are repeated, since its ring takes as many heads of each.
+    q, k, v = (torch.randn(1, shape.heads, s, shape.head_dim, device=device).to(dtype) for _ in range(3))
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward() -> object:
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return forward
+
+
+def main(
+    processes: Annotated[bool, typer.Option("--processes", help="Ranks of torchrun in place of a paced link.")] = False,
+    link: Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")] = None,
+    size: Annotated[int, typer.Option(help="Ranks of the paced link; else those of torchrun.")] = 8,
+    tokens: Annotated[int | None, typer.Option(help="Of a rank: 8192 on a GPU, 512 on a CPU by default.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="zigzag, striped or contiguous; repeatable.")] = None,
+    documents: Annotated[int, typer.Option(help="Measured too: a sequence of so many documents.")] = 8,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 on a CPU by default.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds: a look, not a result.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Folder for the CSV file.")] = None,
+) -> None:
+    """Ring attention as a percentage of one device over the same total work, causal, forward and both.
+
+    Rows go to benchmarks/results/DEVICE-ring_attention.csv, those of --quick to benchmarks/results/quick.
+    """
+    options.check("layout", layout, ("zigzag", "striped", "contiguous"))
+    session = Session(device, dtype, size, "c10d" if processes else "paced", link or _LINKS, quick)
+    if session.size < 2:
+        fail(f"a ring has at least 2 ranks, got {session.size}")
+    if session.device.type == "cpu":
+        torch.set_num_threads(1)  # each process has one; one core is the paced link's
+    base = _CPU if session.device.type == "cpu" else _LLAMA
+    base = dataclasses.replace(base, tokens=tokens or base.tokens)
+    shapes = [dataclasses.replace(base, layout=name) for name in layout or ("zigzag", "striped")]
+    if documents > 1:
+        shapes.append(dataclasses.replace(base, documents=documents))
+    rows = [row for shape in shapes for row in _rows(session, shape)]
+    note = f"{_peer(session, base)}\n" if processes else ""
+    session.end("ring_attention", rows, _table(rows), note, output)
+
+
+app = options.single(main)
+
+
+def _rows(session: Session, shape: Shape) -> list[Row]:
+    whole = whole_calls(shape, session.size, session.dtype, session.device) if session.first else {}
+
+    @functools.cache
+    def whole_seconds() -> float:
+        plain = whole_calls(dataclasses.replace(shape, documents=1), session.size, session.dtype, session.device)
+        return take_turns({"whole": plain["whole forward"]}, device_timer(session.device), Rounds(3))["whole"].median
+
+    def bandwidth(gb: float) -> float:
+        return shape.bandwidth(gb, session.size, session.dtype.itemsize, whole_seconds())
+
+    rows = []
+    for transport, named in session.transports(bandwidth):
+        # The first rank measures the whole while the others wait.
+        calls = {f"whole {name}": whole.get(f"whole {name}", _nothing) for name in DIRECTIONS}
+        seconds = session.medians({**calls, **ring_calls(shape, transport, session.dtype, session.device)})
+        for direction in DIRECTIONS:
+            columns = {**session.shared, **named, **derived(seconds, session.size, direction)}
+            rows.append(Row(**dataclasses.asdict(shape), direction=direction, **columns))
+    return rows
+
+
+def _peer(session: Session, shape: Shape) -> str:
+    """PyTorch's own ring: its time, or why it has none."""
+    try:
+        call = torch_ring(shape, session.size, session.dtype, session.device)
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        return f"PyTorch's context_parallel does not run here: {str(error).splitlines()[0]}"
+    seconds = session.medians({"torch": call})["torch"]
+    return f"PyTorch's context_parallel, forward, keys repeated: {1e3 * seconds:.3g} ms"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _table(rows: list[Row]) -> Table:
+    first = rows[0]
+    table = options.table(
+        "layout", "documents", "direction", "link\nGB/s", "whole / ranks\nms", "transfer\nms", "ring\nms",
+        "percent of\none device", "ring / (whole / ranks\n+ transfer)", left=("documents", "direction"),
+        title=f"ring attention, {first.size} ranks of {first.tokens} tokens, {first.heads} heads and {first.kv_heads} "
+        f"kv heads of {first.head_dim}, {first.dtype}, {first.transport}",
+    )  # fmt: skip
+    for row in rows:
+        link = "" if row.link_gb_per_s is None else f"{row.link_gb_per_s:g}"
+        times = (row.ms_whole / row.size, row.ms_transfer, row.ms_ring)
+        table.add_row(
+            row.layout, str(row.documents), row.direction, link, *(f"{t:.3g}" for t in times), f"{row.percent:.1f}",
+            f"{row.overhead:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _heads(shape: Shape) -> tuple[int, int, int]:
+    return shape.heads, shape.kv_heads, shape.kv_heads
+
+
+def _random(s: int, heads: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(s, 1, heads, d, device=device).to(dtype)

@@ -1,0 +1,1 @@
+"""Benchmarks of whole layers, models and training steps, beside Megatron, Transformers and plain PyTorch."""
