@@ -15,8 +15,9 @@ tokens there as in the whole.
 """
 
 import itertools
+import mmap
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def documents(part: Part, options: Options) -> Iterator[Document]:
         rows = formats.parquet_rows(part.path, part.start, part.stop, list(dict.fromkeys(columns)))
     for row, place in rows:
         value = value_of(row, options, place)
-        yield from [Document(value)] if isinstance(value, Conversation) else _pieces(value)
+        yield from _pieces(value)
 
 
 def pieces(text: str) -> list[str]:
@@ -156,37 +157,28 @@ def pieces(text: str) -> list[str]:
     return [*found, text[start:]]
 
 
-def _pieces(text: str) -> Iterator[Document]:
-    *first, last = pieces(text)
-    for piece in first:
-        yield Document(piece, ends=False)
-    yield Document(last)
+def _pieces(value: str | Conversation, *, ends: bool = True) -> Iterator[Document]:
+    """A document, long texts in pieces; ``ends``: The last piece is that of the document."""
+    if isinstance(value, Conversation):
+        yield Document(value)
+        return
+    *first, last = pieces(value)
+    yield from (Document(piece, ends=False) for piece in first)
+    yield Document(last, ends)
 
 
 def _bounds(file: Path, size: int, most: int, kind: str, separator: str | None) -> list[int]:
     """Offsets at which parts begin, and the end."""
-    begins = _line_begins(kind, separator)
-    found = [0]
-    with file.open("rb") as content:
-        while found[-1] + most < size:
-            content.seek(found[-1] + most - 1)
-            before = content.readline()
-            if separator is not None:  # cut at its front, so it may look like one
-                before = b"\0"
-            while (line := content.readline()) and not begins(before, line):
-                before = line
-            found.append(content.tell() - len(line))
-    return found if found[-1] == size and len(found) > 1 else [*found, size]
-
-
-def _line_begins(kind: str, separator: str | None) -> Callable[[bytes, bytes], bool]:
-    """Whether a part may begin with a line, by the end of the line before and the line."""
-    if kind == "json":
-        return lambda before, line: True
+    if size <= most:
+        return [0, size]
+    ends = re.compile(rb"\n" if kind == "json" else rb"\S\r*\n(?=\S)")
     if separator is not None:
-        wanted = separator.encode()
-        return lambda before, line: before.rstrip(b"\r\n") == wanted
-    return lambda before, line: before.rstrip(b"\r\n")[-1:].strip() != b"" and line[:1].strip() != b""
+        ends = re.compile(rb"(?<=\n)" + re.escape(separator.encode()) + rb"\r*\n")
+    found = [0]
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        while found[-1] + most < size and (end := ends.search(content, found[-1] + most - 1)):
+            found.append(end.end())
+    return found if found[-1] == size else [*found, size]
 
 
 def _content(part: Part) -> bytes:
@@ -198,13 +190,10 @@ def _content(part: Part) -> bytes:
 
 
 def _texts(part: Part, separator: str | None) -> Iterator[Document]:
-    """The documents between separators, or the pieces of the whole text."""
+    """Documents between separators, or pieces of the whole text."""
     text = formats.decoded(part.path, _content(part), part.start, mark=not part.start)
     if separator is None:
-        for piece in pieces(text):
-            yield Document(piece, ends=False)
-        if part.last:
-            yield Document("")
+        yield from _pieces(text, ends=part.last)
         return
     lines: list[str] = []
     for line in itertools.chain(_LINE.findall(text), [separator]):  # str.splitlines splits at more characters

@@ -77,11 +77,9 @@ def decompressed(path: str) -> bytes:
             if member is not None:
                 try:
                     found.append(member.decompress(rest))
-                except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
-                    raise ValueError(f"{path} is not {suffix[1:]}, or damaged: {error}") from None
-                except Exception as error:  # zstandard's own
-                    if type(error).__name__ != "ZstdError":
-                        raise
+                except MemoryError:
+                    raise
+                except Exception as error:  # each library has errors of its own
                     raise ValueError(f"{path} is not {suffix[1:]}, or damaged: {error}") from None
                 rest, member = (member.unused_data, None) if member.eof else (b"", member)
             rest = rest or file.read(_BLOCK)

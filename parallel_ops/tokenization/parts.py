@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
+import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,6 @@ from parallel_ops.tokenization.documents import Part
 from parallel_ops.tokenization.options import Options
 
 _PLAN = "plan.json"
-# What is left of a call that was killed, beside finished parts.
-_TEMPORARY = re.compile(r"plan\.json|\.(\d{6,}\.npz|plan\.json)\.\d+\.part")
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Tokens:
     """The tokens of a part.
 
     Attributes:
-        tokens: ``[tokens]``. lengths: Of the documents, int64; the last may go on in the next part (``goes_on``).
+        tokens: ``[tokens]``. lengths: Tokens of each document; the last may go on in the next part (``goes_on``).
         loss: 1 where a token counts in the loss, uint8 ``[tokens]``; empty without messages, where all do.
         empty: Documents that are left out.
     """
@@ -49,7 +47,7 @@ class Tokens:
 
 
 class Store:
-    """The parts of one output.
+    """The parts of one output; a context manager, which removes the folder at its end if it has no part.
 
     Raises:
         ValueError: The folder has parts of another plan. FileExistsError: The output is there.
@@ -65,7 +63,7 @@ class Store:
         plan: dict[str, Any] = {
             "options": own, "tokenizer": checksum, "files": _digest([*times.items()]), "parts": _digest(shares),
         }  # fmt: skip
-        if not self._known_parts():
+        if self._is_empty():
             for path in (output, output.with_suffix(".idx"), output.with_suffix(".mask")):
                 if path.exists():
                     raise FileExistsError(f"{path} exists; remove it, or name another output")
@@ -82,16 +80,17 @@ class Store:
                 f"{self.folder} has parts of other {' and '.join(differing)}: remove it, or name another output"
             )
 
-    def _known_parts(self) -> bool:
-        """True if the folder has something: parts, or files that are none. A plan alone is of no use."""
-        return self.folder.exists() and any(not _TEMPORARY.fullmatch(path.name) for path in self.folder.iterdir())
+    def _is_empty(self) -> bool:
+        """True if the folder has no part, and nothing that is none: only files of a call that was killed early."""
+        there = list(self.folder.iterdir()) if self.folder.exists() else []
+        return all(path.name == _PLAN or path.match(".*.part") for path in there)
 
-    def close(self) -> None:
-        """Removes the folder if it has no part."""
-        if self.folder.exists() and not self._known_parts():
-            for path in self.folder.iterdir():
-                path.unlink()
-            self.folder.rmdir()
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder.exists() and self._is_empty():
+            shutil.rmtree(self.folder)
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.npz"
