@@ -29,11 +29,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.d, self.dropout, self.grouped = (
-            config.resolved_head_dim,
-            config.attention_dropout,
-            config.num_heads > config.resolved_num_kv_heads,
-        )
+        self.d, self.dropout = config.resolved_head_dim, config.attention_dropout
+        self.grouped = config.num_heads > config.resolved_num_kv_heads
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
         self.q = nn.Linear(config.hidden_size, config.num_heads * self.d, qkv_bias)
         self.k, self.v = (

@@ -13,21 +13,14 @@ from benchmarks.demo import report
 from benchmarks.demo.config import demo_settings, in_parallel, name_of
 from benchmarks.demo.data import STANDARD_LIBRARY, load_text
 from benchmarks.demo.runs import ALONE, PRODUCTS, Run, train
+from benchmarks.harness import options
 from parallel_ops._internal.command_line import INTERRUPTED, fail, run
 from parallel_ops.models import TransformerConfig
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.rendezvous import under_torchrun
 from parallel_ops.train.outputs import PLOT_FORMATS, check_file
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-def main() -> None:
-    """Runs the command line."""
-    run(app, "python -m benchmarks.demo")
-
-
-@app.command()
 def command(
     text: Annotated[
         str | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
@@ -124,9 +117,7 @@ def command(
         fail(error)
     try:
         *results, products = _train(each)
-        console = Console()
-        if not console.is_terminal:
-            console.width = max(console.width, 140)  # a file has no lines that are too long
+        console = options.console(140)
         console.print(report.table(settings, results, products))
         report.plot(settings, results, output)
         if json is not None:
@@ -137,6 +128,14 @@ def command(
         fail(error, 1)
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
+
+
+app = options.single(command)
+
+
+def main() -> None:
+    """Runs the command line."""
+    run(app, "python -m benchmarks.demo")
 
 
 def _train(each: dict[str, Settings]) -> list[Run]:

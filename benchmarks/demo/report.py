@@ -9,10 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich import box
 from rich.table import Table
 
 from benchmarks.demo.runs import Run
+from benchmarks.harness import options
 from parallel_ops.train.config import Settings
 from parallel_ops.train.parallelize_model import PRECISIONS
 
@@ -40,18 +40,14 @@ def loss_difference(a: Run, b: Run) -> float:
 
 
 def speed_up(plain: Run, fused: Run) -> float:
-    """The median time of a plain step / that of a fused one, as the table shows both. The runs take turns step by step,
-    so other load on the machine affects both."""
+    """The median time of a plain step / that of a fused one, as the table shows both."""
     return median(plain.seconds) / median(fused.seconds)
 
 
 def table(settings: Settings, runs: Sequence[Run], products: Run) -> Table:
     """One column for each run; below them the comparison of the others with the first, and with the products alone."""
     tokens = settings.plan.global_batch * settings.seq_length
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    out.add_column("", min_width=16)
-    for run in runs:
-        out.add_column(run.name, justify="right", no_wrap=True)
+    out = options.table("", *(run.name for run in runs))
     out.add_row("loss at the start", *(f"{run.losses[0]:.4f}" for run in runs))
     out.add_row("loss at the end", *(f"{final_loss(run):.4f}" for run in runs))
     out.add_row("median step time", *(f"{1e3 * median(run.seconds):,.1f} ms" for run in runs))
@@ -123,17 +119,16 @@ def as_json(settings: Settings, runs: Sequence[Run], products: Run) -> str:
     """Everything in the table and the plot, for programs. Numbers that are not finite are null."""
     out: dict[str, Any] = {"description": describe(settings), "steps": settings.run.steps}
     out["matrix_products_seconds"] = products.seconds
-    for run in runs:
+    for number, run in enumerate(runs):
         out[run.name] = {
             "final_loss": _finite(final_loss(run)),
             "losses": [_finite(loss) for loss in run.losses],
             "seconds": run.seconds,
             "peak_memory_bytes": run.peak_memory,
         }
-    first, *others = runs
-    for run in others:
-        out[run.name]["largest_loss_difference"] = _finite(loss_difference(first, run))
-        out[run.name]["speed_up"] = speed_up(first, run)
+        if number:
+            out[run.name]["largest_loss_difference"] = _finite(loss_difference(runs[0], run))
+            out[run.name]["speed_up"] = speed_up(runs[0], run)
     return json.dumps(out, indent=1, allow_nan=False) + "\n"
 
 

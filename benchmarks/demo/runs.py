@@ -1,18 +1,18 @@
 """The runs of the demo: one model trained in several ways, each by the trainer's launcher in processes of its own.
 
-The runs take turns, one step each on the same batch, and the order alternates, so that other load on the machine
-affects all of them alike. The turns are keys of a store: each rank waits for its next one, takes a step and sets its
-result.
+The runs take turns as in ``harness.timing``, one step each on the same batch. The turns are keys of a store: each rank
+waits for its next one, takes a step and sets its result.
 """
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from benchmarks.demo.baseline import PlainTransformer
 from benchmarks.demo.data import load_text
 from benchmarks.demo.matmul_floor import Products
+from benchmarks.harness.timing import order
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.train.config import Settings
@@ -46,7 +47,7 @@ ALONE = ("plain", "compiled", "fused", "fused-compiled")
 # Not a model: the matrix products of a step, which every model computes.
 PRODUCTS = "products"
 COMPILED = ("compiled", "fused-compiled")
-# Seconds between looks at the results of a turn, and for processes to end by themselves.
+# Seconds from one look at the results of a turn to the next, and for processes to end by themselves.
 _POLL, _GRACE = 0.01, 10.0
 _FOREVER = timedelta(seconds=longest(None))
 
@@ -77,27 +78,20 @@ def demo_trainer(settings: Settings, kind: str = "fused", mesh: ParallelMesh | N
     return trainer
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """Makes a rank of the run ``name`` take its steps when the store at ``port`` says so; for ``Start.trainer``."""
-
-    name: str
-    port: int
-
-    def __call__(self, settings: Settings, mesh: ParallelMesh | None = None, **options: Any) -> "_Rank":
-        if self.name == PRODUCTS:
-            return _Rank(self, settings, Products(settings))
-        trainer = demo_trainer(settings, self.name if self.name in ALONE else "fused", mesh, **options)
-        if self.name in COMPILED:
-            _compile(trainer)
-        return _Rank(self, settings, trainer)
-
-
 class _Rank(contextlib.AbstractContextManager["_Rank"]):
-    """What ``launch`` trains in the place of ``Trainer``: the same steps, each at its turn."""
+    """A rank of the run ``name``, in the place of ``Trainer``: it steps when the store at ``port`` has its turn."""
 
-    def __init__(self, turns: _Turns, settings: Settings, steps: Trainer | Products) -> None:
-        self.turns, self.settings, self.steps = turns, settings, steps
+    def __init__(
+        self, name: str, port: int, settings: Settings, mesh: ParallelMesh | None = None, **options: Any
+    ) -> None:
+        self.name, self.port, self.settings = name, port, settings
+        self.steps: Trainer | Products
+        if name == PRODUCTS:
+            self.steps = Products(settings)
+            return
+        self.steps = demo_trainer(settings, name if name in ALONE else "fused", mesh, **options)
+        if name in COMPILED:
+            _compile(self.steps)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(self.steps, Trainer):
@@ -105,7 +99,7 @@ class _Rank(contextlib.AbstractContextManager["_Rank"]):
 
     def train(self, _: Stopping) -> Result:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        store = _store(self.turns.name, dist.TCPStore("localhost", self.turns.port, timeout=_FOREVER))  # type: ignore[attr-defined]
+        store = _store(self.name, dist.TCPStore("localhost", self.port, timeout=_FOREVER))  # type: ignore[attr-defined]
         store.set(f"ready/{rank}", "null")
         for number in range(self.settings.run.steps):
             store.wait([f"turn/{number}"], _FOREVER)
@@ -116,8 +110,7 @@ class _Rank(contextlib.AbstractContextManager["_Rank"]):
 
 
 def _compile(trainer: Trainer) -> None:
-    """Compiles what a step would compile, by a forward and backward that change nothing: runs that start together
-    compile at the same time instead of one after another."""
+    """Compiles a step by a forward and backward that change nothing: runs that start together compile side by side."""
     batch = trainer.loader.step(trainer.samples_seen)[0].to(trainer.device)
     dtype = PRECISIONS[trainer.settings.plan.dtype]
     with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not torch.float32):
@@ -133,7 +126,7 @@ def _store(name: str, store: Any) -> Any:
 def _serve(name: str, settings: Settings, port: int) -> None:
     """The main function of the process that launches a run."""
     try:
-        launch.run(settings, Start(trainer=_Turns(name, port)))
+        launch.run(settings, Start(trainer=functools.partial(_Rank, name, port)))
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:
@@ -161,7 +154,7 @@ class _Launched:
         self.process.start()
 
     def results(self, key: str) -> list[Any]:
-        """What all ranks set under a key. RuntimeError: the run ended before that."""
+        """The values of all ranks under a key. RuntimeError: the run ended before that."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks)]
         while not self.store.check(keys):
             if not self.process.is_alive() and not self.store.check(keys):  # which may be the last that it set
@@ -178,27 +171,6 @@ class _Launched:
         self.run.seconds.append(max(seconds))
 
 
-@contextlib.contextmanager
-def _launched(each: Mapping[str, Settings]) -> Iterator[list[_Launched]]:
-    """Launches runs, and ends their processes with the block."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    runs: list[_Launched] = []
-    grace = 0.0
-    try:
-        for name, settings in each.items():
-            runs.append(_Launched(name, settings, store))
-        yield runs
-        grace = _GRACE
-    finally:
-        deadline = time.monotonic() + grace
-        for run in runs:
-            run.process.join(max(0.0, deadline - time.monotonic()))
-            run.process.terminate()
-        for run in runs:
-            run.process.join(_GRACE)
-            run.process.kill()
-
-
 def train(each: Mapping[str, Settings], on_step: Callable[[list[Run]], None] = lambda _: None) -> list[Run]:
     """Trains every run, in lock-step.
 
@@ -209,15 +181,29 @@ def train(each: Mapping[str, Settings], on_step: Callable[[list[Run]], None] = l
     Raises:
         RuntimeError: A run ended early; the message has its reason.
     """
-    with _launched(each) as launched:
-        runs = [one.run for one in launched]
-        for one in launched:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    launched: dict[str, _Launched] = {}
+    grace = 0.0
+    try:
+        for name, settings in each.items():
+            launched[name] = _Launched(name, settings, store)
+        runs = [one.run for one in launched.values()]
+        for one in launched.values():
             one.results("ready")  # model built, nothing timed yet
         for number in range(next(iter(each.values())).run.steps):
-            for one in launched if number % 2 == 0 else reversed(launched):
-                one.step(number)
+            for name in order(list(launched), number):
+                launched[name].step(number)
             on_step(runs)
-        for one in launched:
+        for one in launched.values():
             memory = one.results("memory")
             one.run.peak_memory = None if None in memory else max(memory)
-    return runs
+        grace = _GRACE
+        return runs
+    finally:
+        deadline = time.monotonic() + grace
+        for one in launched.values():
+            one.process.join(max(0.0, deadline - time.monotonic()))
+            one.process.terminate()
+        for one in launched.values():
+            one.process.join(_GRACE)
+            one.process.kill()

@@ -173,23 +173,23 @@ def take_turns(
         for number in range((rounds.most or rounds.least) + 1):
             if number > rounds.least and time.monotonic() > deadline:
                 break
-            order = _order(names, number)
+            turns = order(names, number)
             batches = []
-            for name in order:
+            for name in turns:
                 batches.append([sets[name][(turn + i) % len(sets[name])] for i in range(timer.repeat)])
                 turn += timer.repeat
             seconds = timer.round(batches)
             if number > 0:  # the first round fills the allocator's pools
-                for name, value in zip(order, seconds, strict=True):
+                for name, value in zip(turns, seconds, strict=True):
                     samples[name].append(value)
     return {name: Stats.of(values) for name, values in samples.items()}
 
 
-def _order(names: list[str], number: int) -> list[str]:
-    """Rotated by one each round, and reversed every other cycle, so that neighbours change too."""
+def order(names: Sequence[str], number: int) -> list[str]:
+    """The turns of a round: rotated by one each time, reversed every other cycle, so that neighbours change, too."""
     first = number % len(names)
-    order = names[first:] + names[:first]
-    return order[::-1] if (number // len(names)) % 2 else order
+    turns = [*names[first:], *names[:first]]
+    return turns[::-1] if (number // len(names)) % 2 else turns
 
 
 @contextlib.contextmanager
