@@ -22,7 +22,7 @@ from parallel_ops.planner.validation.published import measurements
 from parallel_ops.planner.validation.refits import without_own_table
 
 GENERATIONS = ("ampere", "hopper")
-# Of each generation, and of all: the rest of a machine differs less than its matrix units do.
+# Constants of each generation, and of all: the rest of a machine differs less than its matrix units do.
 OWN = ("matmul", "flash_forward")
 SHARED = ("memory", "network", "interference", "host", "collective")
 # FlashAttention-2 reaches up to 73 % of the peak forward and 63 % backward on an A100 (arXiv:2307.08691, section 4.1).

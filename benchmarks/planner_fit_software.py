@@ -27,7 +27,7 @@ PRIOR = 0.006
 
 Values = dict[tuple[str, str, str], float]
 
-# Where a fit begins: round values between what kernels reach in isolation and what the runs of 2021 to 2023 reached. A
+# The start of a fit: round values between what kernels reach in isolation and what the runs of 2021 to 2023 reached. A
 # node of 16 GPUs updates 10 billion parameters in 15 s with PyTorch's CPU Adam (arXiv:2101.06840, table 4).
 _BEGIN = {
     "matmul": 0.7,

@@ -181,7 +181,8 @@ def sources(module):
 
 
 def has_option(source, option):
-    return f'"{option}' in source or re.search(rf"^ +{option[2:].replace('-', '_')}: Annotated", source, re.MULTILINE)
+    declared = rf"^ +{option[2:].replace('-', '_')}: (?:Annotated|options\.)"
+    return f'"{option}' in source or re.search(declared, source, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("page", "line"), [*lines("python"), *lines("torchrun")])

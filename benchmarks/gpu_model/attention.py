@@ -58,7 +58,7 @@ class Grid(NamedTuple):
         return self._replace(section=1, pairs=self.pairs // self.splits, splits=1, members=self.members * self.splits)
 
     def tiles(self, block: int) -> int:
-        """Of the walk of one block under a causal mask."""
+        """Tiles of one block under a causal mask."""
         first, last = block * self.own, min((block + 1) * self.own, self.tokens) - 1
         if self.kernel == "_keys_kernel":
             low, high = first, self.tokens if self.window is None else min(last + self.window, self.tokens)
@@ -67,7 +67,7 @@ class Grid(NamedTuple):
         return -(-high // self.others) - low // self.others
 
     def times(self) -> list[int]:
-        """Of the programs in the order in which they start, in tiles."""
+        """Tiles of each program, in the order in which they start."""
         lengths = [self.members * self.tiles(block) + 1 for block in range(self.blocks)]
         if self.kernel != "_keys_kernel":
             lengths.reverse()
@@ -87,7 +87,7 @@ def busy(times: Sequence[int], places: int) -> float:
 
 
 def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
-    """Those of ``launched_grids``."""
+    """The grids of ``launched_grids``."""
     return [grid for grid, _ in launched_grids(shape, device, compiled=compiled)]
 
 

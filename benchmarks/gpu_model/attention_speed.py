@@ -1,4 +1,4 @@
-"""What the attention kernels should reach, in TFLOP/s: time on the tensor cores beside that of the softmax.
+"""TFLOP/s that the attention kernels should reach: time on the tensor cores beside that of the softmax.
 
 The unmasked loop of the machine code is one tile. Its products take the tensor cores as long as they multiply or, if
 that is longer, as their operands take to come from shared memory; its instructions take issue slots, its exponentials
@@ -49,7 +49,7 @@ class Tile:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The resource that takes longest."""
         if self.products < self.rest:
             return max(("issue", "special", "l2"), key=lambda name: getattr(self, name)).replace("l2", "L2")
         return "products" if self.products < 1.2 * self.least else "shared memory"
@@ -57,7 +57,7 @@ class Tile:
 
 @functools.cache
 def tile(launch: Any, capability: int) -> Tile:
-    """Of a launch that was recorded."""
+    """The tile of a recorded launch."""
     from ptx import aot
     from support.attention_launches import loops_with_products
 

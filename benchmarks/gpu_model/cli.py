@@ -36,7 +36,7 @@ def command(
         Path, typer.Option(exists=True, file_okay=False, help="Folder of CSV files that were measured.")
     ] = _RESULTS,
 ) -> None:
-    """What the kernels should reach on GPUs that need not be there, from their compiled code."""
+    """Prints the speed that kernels should reach on GPUs that need not be there, from their compiled code."""
     gpus = devices.load()
     for given, known in ((op, list(SHAPES)), (dtype, list(DTYPES)), (device, [d.name for d in gpus])):
         for name in given or []:

@@ -1,4 +1,4 @@
-"""What GPUs offer. Every figure of ``devices.json`` names its source."""
+"""Resources of GPUs. Every figure of ``devices.json`` names its source."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a launch does: counted by the executor on a sample of its programs, and read from its machine code."""
+"""Facts of a launch: counted by the executor on a sample of its programs, and read from its machine code."""
 
 import contextlib
 import functools
@@ -155,7 +155,7 @@ def _use(launch: Any, capability: int) -> tuple[str, int, tuple[int, int, int]]:
 
 
 def _give_values(t: torch.Tensor, values: torch.Tensor) -> None:
-    """What a tensor without memory holds: ``values``, again and again if it is larger."""
+    """Gives a tensor without memory values, repeated if it is larger."""
     meta_values[t.untyped_storage()._cdata] = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -163,7 +163,7 @@ def _run(
     benchmark: Benchmark, shape: Shape, dtype: torch.dtype, multiprocessors: int, op: Provider | None,
     watched: Callable[[], Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """What ``watched`` sees of the launches of each direction."""
+    """The launches of each direction, as ``watched`` records them."""
     with _multiprocessors(multiprocessors), ops_launch_kernels():
         inputs = benchmark.build(shape, dtype, torch.device("meta"))
         indices = benchmark.index_values(shape) if benchmark.index_values else {}

@@ -43,7 +43,7 @@ class Launch:
 
     @property
     def rest(self) -> str:
-        """What takes longest beside moving bytes."""
+        """The resource that takes longest beside moving bytes."""
         return max((name for name in self.seconds if name != "bytes"), key=self.seconds.__getitem__)
 
     @property
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """Of the speed of a clone."""
+        """Share of the speed of a clone."""
         return self.clone / self.total
 
     @property
@@ -102,7 +102,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """What the longest launch waits for; waves, where they cost more than a tenth."""
+        """The resource that the longest launch waits for; waves, where they cost more than a tenth."""
         main = self.main
         return "waves" if main.limit == "bytes" and main.wave_efficiency < 0.9 else main.limit
 
@@ -117,7 +117,7 @@ class Prediction:
 
     @property
     def issue_share(self) -> float:
-        """Of the issue slots, at the speed of a clone."""
+        """Share of the issue slots, at the speed of a clone."""
         return sum(x.seconds["issue"] for x in self.launches) / (self.least / self.device.clone_bandwidth)
 
 
@@ -129,10 +129,10 @@ def wave_efficiency(programs: int, multiprocessors: int, resident: int) -> float
 
 
 def _memory_bytes(facts: Facts, device: Device, resident: int) -> float:
-    """What misses L2. Programs share an operand that fits; a program finds what it read before, if all that run fit."""
+    """Bytes that miss L2. Programs share an operand that fits; one finds what it read before, if all that run fit."""
     kept = _KEPT * device.l2
     running = min(facts.programs, device.multiprocessors * resident)
-    # What is written takes the place of what has been read for the last time.
+    # Written bytes take the place of what has been read for the last time.
     in_use = running * sum(o.by_program for o in facts.operands if not o.stored) / facts.programs / facts.rounds
     missed = max(0.0, 1 - kept / in_use) if in_use else 0.0
     total = 0.0

@@ -54,7 +54,7 @@ _LIFTS = {
     "sums": "larger tensors: it takes as long whatever their size",
     "launches": "one launch",
 }
-# What is known of a case beside its largest loss.
+# Reasons of a case beside its largest loss.
 _WIDE_SUMS = "sums of 65,536 columns leave no room for a row: two passes; no model has such rows"
 _WIDE_ROWS = "rows of 65,536 in bf16, twice 128 KiB, are read twice"
 _REASONS: dict[tuple[str, ...], str] = {

@@ -1,4 +1,4 @@
-"""What each rank of a proof runs: training over ranks that share a GPU, against one process.
+"""Functions that each rank of a proof runs: training over ranks that share a GPU, against one process.
 
 Each function takes the rank, the number of ranks, ``"cuda"`` or ``"cpu"``, and the path of a new store; it raises where
 a result is wrong.

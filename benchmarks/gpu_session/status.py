@@ -34,7 +34,7 @@ def _run_of(row: Environment) -> str:
 
 
 def runs(path: GpuPath, proven: Sequence[Proven], measured: Iterable[results.Row]) -> list[str]:
-    """Where the path has run: the newest row of each kind of record."""
+    """Machines that the path has run on: the newest row of each kind of record."""
     by_proof = [r for r in proven if r.result == PASSED and any(r.proof.startswith(name) for name in path.proofs)]
     by_benchmark = [r for r in measured if path.benchmark and r.op == path.benchmark and r.provider == "parallel_ops"]
     newest = [max(rows, key=lambda r: r.date) for rows in (by_proof, by_benchmark) if rows]

@@ -1,4 +1,4 @@
-"""Where and with what a result was measured."""
+"""The machine, versions and commit of a measurement."""
 
 import datetime
 import importlib.metadata

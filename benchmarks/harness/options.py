@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -16,6 +17,13 @@ from parallel_ops._internal.command_line import fail
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 RESULTS = Path(__file__).parents[1] / "results"
+
+# Options of several commands.
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 on a CPU by default.")]
+Links = Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")]
+Output = Annotated[Path | None, typer.Option(help="Folder for the CSV file.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: a look, not a result.")]
 
 
 def single(command: Callable[..., None]) -> typer.Typer:

@@ -24,7 +24,7 @@ def groups(rows: Iterable[Row]) -> Iterator[Group]:
 
 
 def speedup(group: Group, rival: str) -> float | None:
-    """How many times faster the op is than ``rival``."""
+    """The time of ``rival`` over that of the op."""
     if rival not in group or "parallel_ops" not in group:
         return None
     return group[rival].ms_median / group["parallel_ops"].ms_median

@@ -61,7 +61,7 @@ def read(path: Path) -> list[Row]:
 
 
 def read_as(kind: type[R], path: Path) -> list[R]:
-    """As ``read``, of rows of another kind."""
+    """The rows of a file, of another kind than ``Row``; none if there is no such file."""
     if not path.exists():
         return []
     parsers = {name: _parser(hint) for name, hint in get_type_hints(kind).items()}

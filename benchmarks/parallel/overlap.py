@@ -24,7 +24,6 @@ proportionate: comm / gemm is what it would be on a GPU of REFERENCE_FLOPS with 
 import dataclasses
 import functools
 import os
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -206,14 +205,14 @@ def proportionate(gemm: Gemm, size: int, dtype: torch.dtype) -> float:
 def main(
     transport: Annotated[str, typer.Option(help="paced, c10d or nccl; the last two under torchrun.")] = "paced",
     model: Annotated[list[str] | None, typer.Option(help="llama-70b or gpt-175b; both by default.")] = None,
-    link: Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")] = None,
+    link: options.Links = None,
     latency_us: Annotated[float, typer.Option(help="Latency of a chunk on the paced link.")] = 0.0,
     size: Annotated[int, typer.Option(help="Tensor-parallel ranks of the paced link; else those of torchrun.")] = 8,
     scale: Annotated[int | None, typer.Option(help="Divides every dimension: 1 on a GPU, 4 on a CPU.")] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 on a CPU by default.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few rounds: a look, not a result.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder for the CSV file.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    quick: options.Quick = False,
+    output: options.Output = None,
 ) -> None:
     """Communication hidden by the overlapped linears, for each product of a Llama-70B and a GPT-175B layer.
 

@@ -18,7 +18,6 @@ bytes take as long, against the arithmetic of a step, as they would for a GPU of
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -188,15 +187,15 @@ def torch_ring(shape: Shape, size: int, dtype: torch.dtype, device: torch.device
 
 def main(
     processes: Annotated[bool, typer.Option("--processes", help="Ranks of torchrun in place of a paced link.")] = False,
-    link: Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")] = None,
+    link: options.Links = None,
     size: Annotated[int, typer.Option(help="Ranks of the paced link; else those of torchrun.")] = 8,
     tokens: Annotated[int | None, typer.Option(help="Of a rank: 8192 on a GPU, 512 on a CPU by default.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="zigzag, striped or contiguous; repeatable.")] = None,
     documents: Annotated[int, typer.Option(help="Measured too: a sequence of so many documents.")] = 8,
-    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 on a CPU by default.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few rounds: a look, not a result.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder for the CSV file.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    quick: options.Quick = False,
+    output: options.Output = None,
 ) -> None:
     """Ring attention as a percentage of one device over the same total work, causal, forward and both.
 

@@ -12,7 +12,7 @@ _MISSING = object()
 
 
 class Patch:
-    """What ``apply()`` rebinds in the loaded modules of ``package`` and in their classes, undone outside of ``with``.
+    """Names that ``apply()`` rebinds in the modules of ``package`` and in their classes, undone outside of ``with``.
 
     Modules that hold a replaced function or class under another name get the new one too, as if they had been loaded
     after the patch.

@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq
 
 @dataclass(frozen=True)
 class Shape:
-    """What all arms have in common."""
+    """Settings that all arms have in common."""
 
     data: Path
     ranks: int

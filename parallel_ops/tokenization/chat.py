@@ -131,7 +131,7 @@ class Chat:
 
 
 def _printed(value: Any) -> Any:
-    """What is printed of a value: nothing of null, which Python would name; never Python's form of a list."""
+    """The printed form of a value: nothing for null, which Python would name; never Python's form of a list."""
     if isinstance(value, (list, dict)):
         raise ValueError(f"it prints a value that is no text: {value!r:.80}")
     return "" if value is None else value

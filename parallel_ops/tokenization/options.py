@@ -1,4 +1,4 @@
-"""What is tokenized and how, and what came of it."""
+"""The options of ``tokenize`` and its result."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +38,10 @@ class Summary:
     """The result.
 
     Attributes:
-        output: The token file. dtype: Of its tokens. files: Input files.
-        documents, tokens: In the output. loss_tokens: Those of them that count in the loss.
+        output: The token file. dtype: The type of its tokens. files: Input files.
+        documents, tokens: In the output. loss_tokens: Tokens that count in the loss.
         empty: Documents without text, which are left out. bytes: Read, of compressed files as they are on the disk.
-        vocab_size: Of the tokenizer with its added tokens. eod: Id of the end of documents; ``None`` for none.
+        vocab_size: Entries of the tokenizer with its added tokens. eod: Id of the end of documents; ``None`` for none.
         parts: Parts in all. kept: Parts that an earlier call had finished. seconds: This call took.
         unread: Files in the input's folders that are not read, with the reason.
     """

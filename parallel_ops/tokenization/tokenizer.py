@@ -27,7 +27,7 @@ class Encoder:
     Attributes:
         vocab_size: With added tokens. eod, bos: Ids around a document; ``None`` for none.
         dtype: The smallest of those that Megatron-LM has, ``uint16`` or ``int32``.
-        checksum: Of the files of the tokenizer that matter.
+        checksum: Digest of the tokenizer's files that matter.
 
     Raises:
         FileNotFoundError, ValueError: The tokenizer is not there, cannot be read, or lacks a token that is named.
@@ -107,9 +107,9 @@ class Encoder:
         return np.array([*front, *ids, *back], self.dtype), loss
 
     def _split_tokens(self, chat: Chat, given: Conversation) -> tuple[str, list[Span], list[int], list[Span]]:
-        """As ``Chat.render`` and ``encode``, where names of special tokens in the messages are text.
+        """Text, spans, ids and offsets of messages in which names of special tokens are text.
 
-        The template renders messages with one character in the place of each such name. What is between the special
+        The template renders messages with one character in the place of each such name. The text between the special
         tokens of the rendered text is then encoded by itself, with the names.
 
         Raises:

@@ -203,14 +203,6 @@ def test_bad_arguments_give_one_line_and_exit_2(arguments, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_usage_errors_are_one_line_too(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["benchmarks", "--fast"])
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    err = capsys.readouterr().err
-    assert err.startswith("error: No such option: --fast") and err.count("\n") == 1
-
-
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_a_command_has_its_own_options(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmarks", name, "--fast"])
