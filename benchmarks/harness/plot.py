@@ -17,42 +17,25 @@ from benchmarks.harness.report import Group, groups
 from benchmarks.harness.results import PROVIDERS, Row, read
 from benchmarks.harness.spec import DIRECTIONS
 
-COLORS = {
-    "parallel_ops": "#0b6e4f",
-    "replay": "#3f8f75",
-    "triton": "#2f7f65",
-    "inplace": "#7cc3a4",
-    "in_forward": "#4d9e7c",
-    "eager": "#b8bfc6",
-    "compile": "#6b9bd1",
-    "torch": "#8a6fb3",
-    "liger": "#e3a857",
-    "cce": "#c9645a",
-    "sdpa_flash": "#8a6fb3",
-    "sdpa_efficient": "#b39ddb",
-    "sdpa_cudnn": "#5e4b8b",
-    "sdpa_math": "#d9d2e9",
-    "flex": "#e3a857",
-    "window": "#7cc3a4",
-    "documents": "#4d9e7c",
-}
-_LABELS = {
-    "window": "parallel_ops, a window",
-    "documents": "parallel_ops, documents",
-    "replay": "parallel_ops, replayed as a CUDA graph",
-    "triton": "parallel_ops, its own kernels",
-    "inplace": "parallel_ops, in place",
-    "in_forward": "parallel_ops, gradient in the forward",
-    "eager": "PyTorch eager",
-    "compile": "torch.compile",
-    "torch": "PyTorch's own fused op",
-    "liger": "Liger-Kernel",
-    "cce": "cut-cross-entropy",
-    "sdpa_flash": "SDPA, flash",
-    "sdpa_efficient": "SDPA, memory-efficient",
-    "sdpa_cudnn": "SDPA, cuDNN",
-    "sdpa_math": "SDPA, math",
-    "flex": "flex_attention",
+# Color and label of each provider; clone is a line.
+LOOKS = {
+    "parallel_ops": ("#0b6e4f", "parallel_ops"),
+    "replay": ("#3f8f75", "parallel_ops, replayed as a CUDA graph"),
+    "triton": ("#2f7f65", "parallel_ops, its own kernels"),
+    "inplace": ("#7cc3a4", "parallel_ops, in place"),
+    "in_forward": ("#4d9e7c", "parallel_ops, gradient in the forward"),
+    "eager": ("#b8bfc6", "PyTorch eager"),
+    "compile": ("#6b9bd1", "torch.compile"),
+    "torch": ("#8a6fb3", "PyTorch's own fused op"),
+    "liger": ("#e3a857", "Liger-Kernel"),
+    "cce": ("#c9645a", "cut-cross-entropy"),
+    "sdpa_flash": ("#8a6fb3", "SDPA, flash"),
+    "sdpa_efficient": ("#b39ddb", "SDPA, memory-efficient"),
+    "sdpa_cudnn": ("#5e4b8b", "SDPA, cuDNN"),
+    "sdpa_math": ("#d9d2e9", "SDPA, math"),
+    "flex": ("#e3a857", "flex_attention"),
+    "window": ("#7cc3a4", "parallel_ops, a window"),
+    "documents": ("#4d9e7c", "parallel_ops, documents"),
 }
 _MAX_COLUMNS = 3
 _INK = "#2b2f33"
@@ -106,7 +89,7 @@ def plot_overview(rows: Sequence[Row], path: Path) -> None:
     for number, provider in enumerate(("eager", "compile", "parallel_ops")):
         places = [place + 0.27 * (number - 1) for place in range(len(found))]
         heights = [each[provider] for each in found.values()]
-        bars = axis.bar(places, heights, 0.25, color=COLORS[provider], label=_LABELS.get(provider, provider))
+        bars = axis.bar(places, heights, 0.25, color=LOOKS[provider][0], label=LOOKS[provider][1])
         axis.bar_label(bars, [f"{height:.0f}" for height in heights], padding=1, fontsize=7, color=_INK, bbox=_PLATE)
     axis.axhline(100, color=_INK, linewidth=1, linestyle=(0, (3, 1.5)), label="a copy of the same bytes", zorder=0)
     names = [op.replace("vocab_parallel_", "").replace("_", "_\n") for op in found]
@@ -131,7 +114,7 @@ def _panel(axis: Axes, directions: dict[str, Group], providers: Sequence[str]) -
         bars = [(x, directions[d][provider]) for x, d in enumerate(present) if provider in directions[d]]
         left = [x - 0.4 + (index + 0.5) * width for x, _ in bars]
         heights = [row.gb_per_s or 0.0 for _, row in bars]
-        drawn = axis.bar(left, heights, 0.94 * width, color=COLORS[provider], label=_LABELS.get(provider, provider))
+        drawn = axis.bar(left, heights, 0.94 * width, color=LOOKS[provider][0], label=LOOKS[provider][1])
         axis.bar_label(drawn, [_short(h) for h in heights], padding=2, fontsize=6.5, color=_INK, bbox=_PLATE)
     clones = [(x, directions[d]["clone"].gb_per_s) for x, d in enumerate(present) if "clone" in directions[d]]
     axis.hlines(

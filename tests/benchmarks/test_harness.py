@@ -236,4 +236,4 @@ def test_list_names_the_ops():
 
 def test_every_provider_has_a_colour():
     """clone is a line, not a bar."""
-    assert set(plot.COLORS) == set(results.PROVIDERS) - {"clone"}
+    assert set(plot.LOOKS) == set(results.PROVIDERS) - {"clone"}
