@@ -233,7 +233,7 @@ def inspect_command(
     require(*TRAIN)
     from parallel_ops.train import CheckpointError
     from parallel_ops.train.checkpoint.inspection import described, inspect
-    from parallel_ops.train.description import text
+    from parallel_ops.train.report.description import text
 
     try:
         with waiting(lambda: f"reading {checkpoint}"):

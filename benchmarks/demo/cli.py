@@ -18,7 +18,7 @@ from parallel_ops._internal.command_line import INTERRUPTED, fail, run
 from parallel_ops.models import TransformerConfig
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.rendezvous import under_torchrun
-from parallel_ops.train.outputs import PLOT_FORMATS, check_file
+from parallel_ops.train.report.outputs import PLOT_FORMATS, check_file
 
 
 def command(

@@ -38,7 +38,7 @@ from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import longest
 from parallel_ops.train.parallelize_model import PRECISIONS
-from parallel_ops.train.progress import peak_memory
+from parallel_ops.train.report.progress import peak_memory
 from parallel_ops.train.results import Result
 from parallel_ops.train.trainer import Trainer
 

@@ -31,7 +31,7 @@ from parallel_ops._internal.command_line import fail
 from parallel_ops._internal.distributed.turns import together
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
-from parallel_ops.train.malloc import keep_freed_memory
+from parallel_ops.train.launch.malloc import keep_freed_memory
 
 _RANKS = 2
 

@@ -47,7 +47,7 @@ from parallel_ops.tensor_parallel.linear.chunked import (
     start_scatter,
 )
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
-from parallel_ops.train.malloc import keep_freed_memory
+from parallel_ops.train.launch.malloc import keep_freed_memory
 
 # Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.harness import options
 from benchmarks.harness.timing import Call, HostTimer, Rounds, take_turns
 from parallel_ops import bias_swiglu, grouped_linear, permute, route, sort_by_expert, unpermute
-from parallel_ops.train.malloc import keep_freed_memory
+from parallel_ops.train.launch.malloc import keep_freed_memory
 
 _DTYPES = ("bfloat16", "float32")
 

@@ -28,7 +28,7 @@ from parallel_ops.planner.cli import inputs
 from parallel_ops.train import Trainer
 from parallel_ops.train.calibration.command import calibrate
 from parallel_ops.train.config import Settings
-from parallel_ops.train.malloc import keep_freed_memory
+from parallel_ops.train.launch.malloc import keep_freed_memory
 from parallel_ops.train.planner_bridge import forecast
 
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "seq_length": 256, "vocab_size": 1024}

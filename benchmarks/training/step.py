@@ -40,8 +40,8 @@ from benchmarks.training.steps import (
 )  # fmt: skip
 from parallel_ops._internal.command_line import fail
 from parallel_ops.train import Trainer
-from parallel_ops.train.malloc import keep_freed_memory
-from parallel_ops.train.metrics import Metrics
+from parallel_ops.train.launch.malloc import keep_freed_memory
+from parallel_ops.train.report.metrics import Metrics
 
 
 def main(

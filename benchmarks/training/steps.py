@@ -20,8 +20,8 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.tokens import TokenStream
-from parallel_ops.train.optimizer import optimizer_of
 from parallel_ops.train.parallelize_model import PRECISIONS
+from parallel_ops.train.step.optimizer import optimizer_of
 
 _SEED, _RATE = 0, 1e-3
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "seq_length": 512, "vocab_size": 8_192}

@@ -13,13 +13,13 @@ from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_linear import device_problem
-from parallel_ops.train import patterns
 from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.parallelize_model import parallelize
+from parallel_ops.train.settings import patterns
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings

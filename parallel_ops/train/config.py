@@ -36,7 +36,7 @@ from parallel_ops.train.config_sections import (
     Section,
 )
 from parallel_ops.train.planner_model import planner_model
-from parallel_ops.train.sizes import expert_problems, float8_problem, size_problems
+from parallel_ops.train.settings.sizes import expert_problems, float8_problem, size_problems
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
 _KEYS = {"too few layers": "pp", "micro-batches": "global_batch", "schedule without pp": "schedule"}

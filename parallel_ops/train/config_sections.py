@@ -233,7 +233,7 @@ class DataSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """Evaluation on data that is not trained on: the mean loss, without dropout; see ``train.evaluation``.
+    """Evaluation on data that is not trained on: the mean loss, without dropout; see ``train.step.evaluation``.
 
     Attributes:
         paths: As ``data.paths``, of the same format; or
@@ -267,7 +267,7 @@ class OptimizerSettings(Section):
 
     Attributes:
         kind: ``"adamw"``, fused; ``"muon"`` for the matrices of the layers' linears and experts, with AdamW for the
-            others; see ``train.muon``.
+            others; see ``train.step.muon``.
         lr: Peak learning rate.
         betas, eps: Coefficients of AdamW. momentum: Of Muon.
         weight_decay: Weight decay of matrices; biases and norms have none.

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from parallel_ops.train import outputs
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints
 from parallel_ops.train.checkpoint.description import best_in, steps_in
 from parallel_ops.train.data.loader import Loader
-from parallel_ops.train.evaluation import Evaluation
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.metrics import Metrics
-from parallel_ops.train.profile import Profile
-from parallel_ops.train.progress import Progress
+from parallel_ops.train.report import outputs
+from parallel_ops.train.report.metrics import Metrics
+from parallel_ops.train.report.profile import Profile
+from parallel_ops.train.report.progress import Progress
+from parallel_ops.train.report.trace import Trace
 from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.run_state import RunState
-from parallel_ops.train.trace import Trace
+from parallel_ops.train.step.evaluation import Evaluation
 
 # Seconds before the last try to save, in which a file server may come back.
 _PAUSE_SECONDS = 5.0

@@ -10,8 +10,8 @@ from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.launch.watch import Activity
-from parallel_ops.train.optimizer import LossScale
-from parallel_ops.train.passes import Passes
+from parallel_ops.train.step.forward_backward import ForwardBackward
+from parallel_ops.train.step.optimizer import LossScale
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -61,7 +61,7 @@ class RunState(Protocol):
     @property
     def model(self) -> nn.Module: ...
     @property
-    def passes(self) -> Passes: ...
+    def forward_backward(self) -> ForwardBackward: ...
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
     @property

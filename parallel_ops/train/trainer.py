@@ -27,18 +27,18 @@ from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
-from parallel_ops.train.evaluation import Evaluation
-from parallel_ops.train.expert_use import METRICS as EXPERT_METRICS
-from parallel_ops.train.expert_use import expert_use
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
 from parallel_ops.train.loop import take_steps
-from parallel_ops.train.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.parallelize_model import PRECISIONS
-from parallel_ops.train.passes import passes_of
 from parallel_ops.train.results import NotFinite, Result, Step
-from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
+from parallel_ops.train.step.evaluation import Evaluation
+from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
+from parallel_ops.train.step.expert_use import expert_use
+from parallel_ops.train.step.forward_backward import forward_backward_of
+from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of, update
+from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -108,7 +108,7 @@ class Trainer:
         self.model = build_model(settings, self.mesh, self.device, model)
         self.optimizer = optimizer_of(self.model, settings.optimizer)
         self._dtype = dtype = PRECISIONS[plan.dtype]
-        self.passes = passes_of(
+        self.forward_backward = forward_backward_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
             split=settings.splits_backward,
         )  # fmt: skip
@@ -204,9 +204,11 @@ class Trainer:
         shares = [count / divisor for count in counts]
         # Data-parallel ranks take the mean of their gradients.
         with noted(self.activity):
-            total = self.passes.run(batches, shares, counts, self.mesh.size("dp") * scale, seeds, what, slow=slow)
+            factor = self.mesh.size("dp") * scale
+            total = self.forward_backward.run(batches, shares, counts, factor, seeds, what, slow=slow)
         self.activity(f"{what}, update", slow=slow)
-        norm = update(self.optimizer, settings.optimizer.grad_clip, scale, total_norm=self.passes.total_norm())
+        total_norm = self.forward_backward.total_norm()
+        norm = update(self.optimizer, settings.optimizer.grad_clip, scale, total_norm=total_norm)
         self._stepped, self.evaluation_loss = True, None
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
@@ -234,7 +236,7 @@ class Trainer:
             self.samples.reach(self.samples_seen + 2 * self.settings.plan.global_batch, of_first_rank)
 
     def evaluate(self) -> float:
-        """The mean loss on the evaluation data, in nats; all ranks call it. See ``train.evaluation``.
+        """The mean loss on the evaluation data, in nats; all ranks call it. See ``train.step.evaluation``.
 
         Raises:
             ValueError: The settings have no data to evaluate on, or it cannot be read.

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from parallel_ops.models.config import plain_name
-from parallel_ops.train import patterns
 from parallel_ops.train.config import Settings
+from parallel_ops.train.settings import patterns
 from support import trainer as runs
 from support.distributed import Raised, ranks
 from support.staged import whole

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.train import Trainer, loop, outputs
+from parallel_ops.train import Trainer, loop
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
 from parallel_ops.train.config import Settings
+from parallel_ops.train.report import outputs
 from parallel_ops.train.results import Result
 from support.layers import mesh_of
 

@@ -16,7 +16,7 @@ from parallel_ops.layers import VocabParallelEmbedding
 from parallel_ops.layers.parameters import fill_
 from parallel_ops.models import Transformer
 from parallel_ops.train.checkpoint.planners import LoadPlanner, SavePlanner
-from parallel_ops.train.muon import MuonAndAdamW
+from parallel_ops.train.step.muon import MuonAndAdamW
 from support.layers import mesh_of, whole
 
 

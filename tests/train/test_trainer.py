@@ -21,7 +21,7 @@ from torch import nn
 pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
-from parallel_ops.train.step_reductions import count_targets
+from parallel_ops.train.step.reductions import count_targets
 from support import trainer as runs
 from support.distributed import ranks
 

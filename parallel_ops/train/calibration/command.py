@@ -19,7 +19,7 @@ from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import GPU, Cluster
 from parallel_ops.train.calibration.fit import Measured, as_json, cluster_of
 from parallel_ops.train.calibration.measure import measure
-from parallel_ops.train.malloc import keep_freed_memory
+from parallel_ops.train.launch.malloc import keep_freed_memory
 from parallel_ops.train.planner_bridge import gpu_here
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ops.train.checkpoint.description import CheckpointError
-from parallel_ops.train.outputs import warn
+from parallel_ops.train.report.outputs import warn
 
 FILE = ".owner"
 BEAT_SECONDS = 10.0

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from parallel_ops.train.checkpoint.description import DESCRIPTION, METADATA
-from parallel_ops.train.outputs import warn
+from parallel_ops.train.report.outputs import warn
 
 PART = re.compile(r"\.(step-\d{8,})\.part")
 # Files that a save writes.

@@ -20,7 +20,7 @@ from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.mixture import Mixture
-from parallel_ops.train.step_reductions import of_first_rank
+from parallel_ops.train.step.reductions import of_first_rank
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState

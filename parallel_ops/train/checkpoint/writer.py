@@ -23,7 +23,7 @@ from parallel_ops.train.checkpoint.description import (
 )
 from parallel_ops.train.checkpoint.owner import Owner
 from parallel_ops.train.checkpoint.removal import part_of, remove, set_aside
-from parallel_ops.train.outputs import warn
+from parallel_ops.train.report.outputs import warn
 
 _SUMS = "sums.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -11,17 +11,17 @@ from rich.table import Table
 
 from parallel_ops._internal.command_line import fail, unbroken_output, waiting
 from parallel_ops.planner.results import DEVICE_MEMORY
-from parallel_ops.train import description
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import read_toml, settings_of, with_changes, with_steps
-from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.consistency import Disagreement
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
+from parallel_ops.train.report import description
+from parallel_ops.train.settings.deepspeed import with_deepspeed
 
 # Below this a model is too small for its utilisation to say anything.
 _SOME_MFU = 0.001

@@ -14,7 +14,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from parallel_ops._internal.command_line import INTERRUPTED
-from parallel_ops.train import outputs, patterns
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
@@ -27,6 +26,8 @@ from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost
 from parallel_ops.train.launch.worker import propagate, run_rank
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
+from parallel_ops.train.report import outputs
+from parallel_ops.train.settings import patterns
 
 # Seconds until every agent has noticed a node that waits to join: agents poll ten times a second.
 _NOTICE = 2.0

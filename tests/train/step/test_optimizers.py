@@ -12,8 +12,8 @@ pytest.importorskip("pydantic")
 from parallel_ops.models import Transformer
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_sections import GroupSettings, OptimizerSettings
-from parallel_ops.train.muon import _each, _orthogonal, newton_schulz
-from parallel_ops.train.optimizer import optimizer_of, update
+from parallel_ops.train.step.muon import _each, _orthogonal, newton_schulz
+from parallel_ops.train.step.optimizer import optimizer_of, update
 from support import trainer as runs
 from support.distributed import ranks
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from parallel_ops.train import malloc as heap
+from parallel_ops.train.launch import malloc as heap
 
 _FAULTS = """
 import resource, runpy, sys

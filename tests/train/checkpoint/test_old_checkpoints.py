@@ -12,7 +12,7 @@ from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
 from support import trainer as runs
 
-STORED = Path(__file__).parent / "data" / "checkpoints.tar.xz"
+STORED = Path(__file__).parent / "checkpoints.tar.xz"
 MODEL = {
     "vocab_size": runs.VOCABULARY, "seq_length": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2,
     "ffn_hidden_size": 16, "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary",

@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("pydantic")
 
 from parallel_ops.train.config_sections import OptimizerSettings
-from parallel_ops.train.optimizer import LossScale, learning_rate, optimizer_of
+from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of
 
 
 def test_only_matrices_decay_and_saving_is_no_step():

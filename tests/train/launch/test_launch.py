@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops._internal.distributed.groups import device_types_of
 from parallel_ops.planner.cli.app import app
-from parallel_ops.train import CheckpointError, description
+from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_file import read_settings, settings_of
 from parallel_ops.train.data import vocabulary
 from parallel_ops.train.data.tokens import TokenStream
@@ -36,6 +36,7 @@ from parallel_ops.train.launch.rendezvous import check_environment, name_of_star
 from parallel_ops.train.launch.start import fitted
 from parallel_ops.train.launch.worker import backend_of, gpu_of_rank
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
+from parallel_ops.train.report import description
 from support import trainer as runs
 from support.distributed import ranks
 

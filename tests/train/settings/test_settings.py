@@ -14,10 +14,10 @@ from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.export import export
 from parallel_ops.train.config import json_schema
 from parallel_ops.train.config_file import read_settings, settings_of, with_changes
-from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.launch.cli import settings_for
-from parallel_ops.train.optimizer import learning_rate
 from parallel_ops.train.planner_model import planner_model
+from parallel_ops.train.settings.deepspeed import with_deepspeed
+from parallel_ops.train.step.optimizer import learning_rate
 
 SMALL = {
     "model": {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4},
@@ -261,7 +261,7 @@ def test_a_file_that_is_no_toml(tmp_path):
 
 def test_the_example_and_the_schema_agree():
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    example = os.path.join(os.path.dirname(__file__), "../../examples/train.toml")
+    example = os.path.join(os.path.dirname(__file__), "../../../examples/train.toml")
     assert read_settings(example).plan.gpus == 4
     schema = json.loads(json_schema())
     with open(example, "rb") as file:

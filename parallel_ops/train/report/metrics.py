@@ -13,8 +13,8 @@ from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from parallel_ops.train.outputs import warn
-from parallel_ops.train.throughput import peak_share
+from parallel_ops.train.report.outputs import warn
+from parallel_ops.train.report.throughput import peak_share
 
 if TYPE_CHECKING:
     from parallel_ops.train.config_sections import LoggingSettings

@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from parallel_ops.train import Trainer, metrics, outputs, throughput
-from parallel_ops.train.metrics import Metrics, continued, save_plot
+from parallel_ops.train import Trainer
+from parallel_ops.train.report import metrics, outputs, throughput
+from parallel_ops.train.report.metrics import Metrics, continued, save_plot
 from parallel_ops.train.results import Step
 from support import trainer as runs
 

@@ -20,10 +20,10 @@ from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.watch import Activity
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
 
-_PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+_TEXTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 
 
-class Passes(abc.ABC):
+class ForwardBackward(abc.ABC):
     """Runs the micro-batches of a step on this rank.
 
     Args:
@@ -97,7 +97,7 @@ class Passes(abc.ABC):
         return found
 
 
-class WholeModel(Passes):
+class NoPipeline(ForwardBackward):
     """One stage: the forward and the backward of each micro-batch."""
 
     def run(
@@ -132,7 +132,7 @@ class WholeModel(Passes):
         return self._sums(losses)
 
 
-class StagePasses(Passes):
+class PipelineForwardBackward(ForwardBackward):
     """A pipeline."""
 
     def __init__(
@@ -188,16 +188,16 @@ class _Report(Observer):
             self._activity(f"{self._place(action)}, waiting for it", slow=self.slow, waits=True)
 
     def compute(self, action: Action) -> None:
-        self._activity(f"{self._place(action)}, {_PASSES[action.kind]}", slow=self.slow)
+        self._activity(f"{self._place(action)}, {_TEXTS[action.kind]}", slow=self.slow)
 
     def _place(self, action: Action) -> str:
         return f"{self.step}, stage {action.stage}, micro-batch {action.micro_batch + 1}"
 
 
-def passes_of(
+def forward_backward_of(
     model: nn.Module, mesh: ParallelMesh, plan: Plan, device: torch.device, activity: Activity, *, documents: bool,
     split: bool,
-) -> Passes:  # fmt: skip
+) -> ForwardBackward:  # fmt: skip
     """The passes of a plan. ``split``: see ``Pipeline``."""
     given = model, mesh, plan, device, activity, documents
-    return StagePasses(*given, split=split) if plan.pp > 1 else WholeModel(*given)
+    return PipelineForwardBackward(*given, split=split) if plan.pp > 1 else NoPipeline(*given)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from parallel_ops._internal.gradients.gradient_norm import mesh_of
 from parallel_ops._internal.gradients.gradient_norm import total_norm as norm_of
 from parallel_ops.models.config import plain_name
-from parallel_ops.train.muon import MuonAndAdamW
-from parallel_ops.train.patterns import matches
+from parallel_ops.train.settings.patterns import matches
+from parallel_ops.train.step.muon import MuonAndAdamW
 
 if TYPE_CHECKING:
     from parallel_ops.train.config_sections import OptimizerSettings

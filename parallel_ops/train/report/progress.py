@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel_ops._internal.command_line import terminal_console
-from parallel_ops.train import description
-from parallel_ops.train.throughput import peak_share
+from parallel_ops.train.report import description
+from parallel_ops.train.report.throughput import peak_share
 
 if TYPE_CHECKING:
     from parallel_ops.train.results import Result, Step

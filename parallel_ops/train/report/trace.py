@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from parallel_ops.pipeline_parallel.trace import simulation_of, times_of
 from parallel_ops.planner.pictures.trace import chrome_trace, trace_svg
 from parallel_ops.planner.schedules.schedule import simulate
-from parallel_ops.train.passes import StagePasses
+from parallel_ops.train.step.forward_backward import PipelineForwardBackward
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
@@ -25,13 +25,13 @@ class Trace:
     def __init__(self, trainer: "RunState") -> None:
         self._trainer, self.folder = trainer, trainer.settings.logging.trace
         self._step = min(trainer.global_step + 1, trainer.settings.run.steps - 1)
-        self._recorded: StagePasses | None = None
+        self._recorded: PipelineForwardBackward | None = None
 
     def begin(self) -> None:
         """Before a step."""
-        passes = self._trainer.passes
+        passes = self._trainer.forward_backward
         wanted = self.folder is not None and self._trainer.global_step == self._step
-        self._recorded = passes if wanted and isinstance(passes, StagePasses) else None
+        self._recorded = passes if wanted and isinstance(passes, PipelineForwardBackward) else None
         if self._recorded is not None:
             self._recorded.record()
 

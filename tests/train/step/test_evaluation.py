@@ -17,7 +17,7 @@ from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.checkpoint.description import best_in
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
-from parallel_ops.train.evaluation import Evaluation
+from parallel_ops.train.step.evaluation import Evaluation
 from support import trainer as runs
 from support.distributed import ranks
 

@@ -78,7 +78,7 @@ class Evaluation:
             for numbers in self._rounds():
                 batches = [self._batch(some) for some in numbers]
                 counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
-                total += trainer.passes.evaluate(batches, counts, what, slow=slow)
+                total += trainer.forward_backward.evaluate(batches, counts, what, slow=slow)
         self._evaluated = True
         if trainer.world > 1:
             dist.all_reduce(total)

@@ -1,0 +1,1 @@
+"""Console lines, log files, plots and traces of a run."""

@@ -1,0 +1,1 @@
+"""Sections of a settings file and checks between them."""
