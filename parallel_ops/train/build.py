@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
 
+_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 # Between the seeds of two sources: odd and large, so that seeds of runs and of their sources do not coincide.
 _SEEDS = 0x1E3779B97F4A7C15
 
@@ -81,6 +82,30 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Any
     if len(found) == 1:
         return found[0], held_out
     return Mixture(found, [source.weight for source in data.sources]), held_out
+
+
+def checked_device(settings: "Settings", mesh: ParallelMesh) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ValueError: The mesh has other sizes than the plan.
+    """
+    from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
+
+    for name in _SIZES:
+        if mesh.size(name) != (wanted := getattr(settings.plan, name)):
+            raise ValueError(f"Trainer: the plan has {name}={wanted}, the mesh {mesh.size(name)}")
+    return torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
+
+
+def compared_values(settings: "Settings", samples: AnySamples, held_out: Samples | None) -> dict[str, Any]:
+    """Sizes of the data, which all ranks must share, and keys of the logs that do not concern rank 0 alone."""
+    values: dict[str, Any] = {"evaluation.tokens": None if held_out is None else len(held_out.stream)}
+    # All ranks of a pipeline measure.
+    values["logging.trace"] = settings.logging.trace is not None
+    if not isinstance(samples, Growing):
+        values |= {"data.tokens": len(samples.stream), "data.documents": samples.stream.documents}
+    return values
 
 
 def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, model: nn.Module | None) -> nn.Module:

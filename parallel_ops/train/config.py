@@ -1,4 +1,5 @@
-"""The settings of a training run: one TOML file, with a class in ``config_sections`` for each section.
+"""The settings of a training run: one TOML file, with a class for each section in ``settings.py`` of the folder
+that reads it, or in ``settings/``.
 
 All keys are checked, also against each other, before anything starts: an unknown key is an error with the nearest
 known one, and sizes must divide. ``"none"`` unsets an optional key. ``config_file`` reads files; ``json_schema``
@@ -21,22 +22,16 @@ from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
 from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
-from parallel_ops.train.config_sections import (
-    CheckpointSettings,
-    DataSettings,
-    EvaluationSettings,
-    LoggingSettings,
-    LoraSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    PrecisionSettings,
-    RecomputeSettings,
-    RunSettings,
-    Section,
-)
+from parallel_ops.train.checkpoint.settings import CheckpointSettings
+from parallel_ops.train.data.settings import DataSettings, EvaluationSettings
+from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.planner_model import planner_model
+from parallel_ops.train.report.settings import LoggingSettings
+from parallel_ops.train.settings.model import LoraSettings, ModelSettings
+from parallel_ops.train.settings.parallel import ParallelSettings, RecomputeSettings
+from parallel_ops.train.settings.section import Section
 from parallel_ops.train.settings.sizes import expert_problems, float8_problem, size_problems
+from parallel_ops.train.step.settings import OptimizerSettings, PrecisionSettings
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
 _KEYS = {"too few layers": "pp", "micro-batches": "global_batch", "schedule without pp": "schedule"}

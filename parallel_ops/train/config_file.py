@@ -12,7 +12,10 @@ from pydantic import ValidationError
 
 from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_sections import GroupSettings, RunSettings, Section, SourceSettings
+from parallel_ops.train.data.settings import SourceSettings
+from parallel_ops.train.launch.settings import RunSettings
+from parallel_ops.train.settings.section import Section
+from parallel_ops.train.step.settings import GroupSettings
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints
 from parallel_ops.train.checkpoint.description import best_in, steps_in
+from parallel_ops.train.checkpoint.resume import checkpointer, save
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.report import outputs
@@ -27,17 +28,12 @@ _PAUSE_SECONDS = 5.0
 class Run(RunState, Protocol):
     """What the loop needs of ``Trainer``."""
 
-    saved_step: int
-
     @property
     def evaluation(self) -> Evaluation | None: ...
     @property
     def loader(self) -> Loader: ...
     def step(self, *, asked: Callable[[], str | None], failed: Callable[[], bool]) -> Step: ...
-    def problem(self, step: Step) -> NotFinite | None: ...
     def evaluate(self) -> float: ...
-    def open_store(self) -> Checkpoints | None: ...
-    def save_in(self, store: Checkpoints) -> None: ...
 
 
 @contextlib.contextmanager
@@ -67,7 +63,7 @@ def _saving(trainer: Run, store: Checkpoints) -> Iterator[None]:
             outputs.warn(f"{failure}; saving step {trainer.global_step} {f'in {pause:g} s' if pause else 'now'}")
         time.sleep(pause)
         try:
-            trainer.save_in(store)
+            save(trainer, store)
             store.wait()
             return
         except CheckpointError as error:
@@ -78,7 +74,7 @@ def _saving(trainer: Run, store: Checkpoints) -> Iterator[None]:
 def _save_last(trainer: Run, store: Checkpoints) -> None:
     with _saving(trainer, store):
         if trainer.saved_step != trainer.global_step:
-            trainer.save_in(store)
+            save(trainer, store)
         trainer.activity("writing the last checkpoint", slow=True)
         store.wait()
 
@@ -106,7 +102,7 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
     last: Step | None = None
     evaluated: float | None = None
     outputs.check(settings)
-    store = trainer.open_store()
+    store = checkpointer(trainer)
     with contextlib.ExitStack() as stack:
         _begin(trainer, store, stack)
         signals = stack.enter_context(stopping)
@@ -120,7 +116,7 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
                     step = trainer.step(
                         asked=lambda: signals.asked, failed=lambda: store is not None and store.failed()
                     )
-                    problem = trainer.problem(step)
+                    problem = check_finite(trainer, step)
                 is_best = False
                 if problem is None and step.stop is None and evaluation is not None and evaluation.due():
                     progress.says("evaluation")
@@ -141,7 +137,7 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
                 if store is not None and (due or (is_best and keep_best)) and trainer.saved_step != trainer.global_step:
                     progress.says("saving a checkpoint")
                     with _saving(trainer, store):
-                        trainer.save_in(store)
+                        save(trainer, store)
             if store is not None:
                 progress.says("writing the last checkpoint")
                 _save_last(trainer, store)
@@ -149,6 +145,24 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
     result = _result(trainer, store, last, evaluated)
     progress.end(result)
     return result
+
+
+def check_finite(trainer: RunState, step: Step) -> NotFinite | None:
+    """Updates the loss scale after a step, and returns the error that ends the run, if any."""
+    finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
+    first = trainer.samples_seen - trainer.settings.plan.global_batch
+    where = f"step {step.number}, samples {first} to {trainer.samples_seen - 1}"
+    # In fp16 gradients are expected to overflow now and then, the loss is not.
+    if not finite and not (trainer.scale.growth_interval and math.isfinite(step.loss)):
+        if trainer.settings.run.on_nan == "stop":
+            kept = "; no parameter was changed" if step.skipped else ""
+            return NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
+        return None
+    try:
+        trainer.scale.update(finite)
+    except FloatingPointError as error:
+        return NotFinite(f"{where}: {error}")
+    return None
 
 
 def _begin(trainer: Run, store: Checkpoints | None, stack: contextlib.ExitStack) -> None:

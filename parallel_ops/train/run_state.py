@@ -34,6 +34,7 @@ class RunState(Protocol):
 
     Attributes:
         global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
+        saved_step: Step of the newest checkpoint of this run; -1 for none.
         rank, world: This process and the number of processes.
         writers: Group of the checkpoints' messages; ``None`` for one process.
         evaluation_loss: Of the evaluation after the last step, if there was one.
@@ -44,7 +45,7 @@ class RunState(Protocol):
 
     global_step: int
     samples_seen: int
-
+    saved_step: int
     evaluation_loss: float | None
     wandb_run: str | None
     own_base: bool

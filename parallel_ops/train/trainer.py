@@ -5,6 +5,7 @@ norm over all ranks and one update. Samples, learning rate and random seed depen
 step alone, so a run that is resumed on the same plan takes the same steps, bit by bit.
 """
 
+import contextlib
 import functools
 import math
 import time
@@ -20,10 +21,9 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.lora import save_adapters
-from parallel_ops.train.build import build_model, build_samples
+from parallel_ops.train.build import build_model, build_samples, checked_device, compared_values
 from parallel_ops.train.checkpoint import checkpoints, new_phase
 from parallel_ops.train.checkpoint import resume as resuming
-from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
@@ -31,8 +31,7 @@ from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
 from parallel_ops.train.loop import take_steps
-from parallel_ops.train.parallelize_model import PRECISIONS
-from parallel_ops.train.results import NotFinite, Result, Step
+from parallel_ops.train.results import Result, Step
 from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
 from parallel_ops.train.step.expert_use import expert_use
@@ -42,8 +41,6 @@ from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, 
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
-
-_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 class Trainer:
@@ -83,15 +80,10 @@ class Trainer:
         self.activity("reading data", slow=True)
         with comparison_of_world(longest(settings.run.timeout)) as compare:
             self.mesh = ParallelMesh() if mesh is None else mesh
-            self.device, (self.samples, held_out) = self._checked_device(), build_samples(settings, stream)
-            own: dict[str, Any] = {}
-            if not isinstance(self.samples, Growing):
-                own |= {"data.tokens": len(self.samples.stream), "data.documents": self.samples.stream.documents}
-            own |= {"model": None if model is None else type(model).__name__, "device": self.device.type}
-            # All ranks of a pipeline measure, so of the logs this one is compared.
-            own |= {"logging.trace": settings.logging.trace is not None}
-            own |= {"evaluation.tokens": None if held_out is None else len(held_out.stream)}
-            compare(values_of(settings) | own)
+            self.device = checked_device(settings, self.mesh)
+            self.samples, held_out = build_samples(settings, stream)
+            built = {"model": None if model is None else type(model).__name__, "device": self.device.type}
+            compare(values_of(settings) | built | compared_values(settings, self.samples, held_out))
         self.activity("building the model", slow=True)
         load = functools.partial(
             Loader, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
@@ -107,23 +99,18 @@ class Trainer:
         torch.manual_seed(settings.run.seed)
         self.model = build_model(settings, self.mesh, self.device, model)
         self.optimizer = optimizer_of(self.model, settings.optimizer)
-        self._dtype = dtype = PRECISIONS[plan.dtype]
         self.forward_backward = forward_backward_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
             split=settings.splits_backward,
         )  # fmt: skip
-        precision = settings.precision
-        is_half = dtype is torch.float16
-        self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
+        self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
-        self._reach()
+        self._refresh_data()
         self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
         self.evaluation_loss: float | None = None
         self.origin: str | None = None
         self.wandb_run: str | None = None
-        self.own_base = False
-        self.saved_step = -1
-        self._stepped = False
+        self.own_base, self.saved_step, self._stepped = False, -1, False
 
     def close(self) -> None:
         """Ends the reading thread, closes the data's files and destroys the process group of the checkpoints' messages.
@@ -158,15 +145,6 @@ class Trainer:
                 f"{type(self).__name__!r} object has no attribute {name!r}{closed}", name=name, obj=self
             )
 
-    def _checked_device(self) -> torch.device:
-        from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
-
-        plan = self.settings.plan
-        for name in _SIZES:
-            if self.mesh.size(name) != getattr(plan, name):
-                raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
-        return torch.device("cuda", torch.cuda.current_device()) if uses_cuda(self.settings) else torch.device("cpu")
-
     def train(self, stopping: Stopping | None = None) -> Result:
         """Takes the remaining steps, with checkpoints and logs as in the settings.
 
@@ -191,10 +169,10 @@ class Trainer:
             failed: Returns true if the current save has failed on this rank; ``Step.save_failed`` has it on every rank.
         """
         start = time.perf_counter()
-        settings, scale = self.settings, self._gradient_scale
+        settings, scale = self.settings, self.scale.of_gradients(self.mesh.size("cp"))
         what, slow = f"step {self.global_step + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
-        self._reach()
+        self._refresh_data()
         batches = self.loader.step(self.samples_seen)
         seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, self.mesh) for n in range(len(batches))]
         rate = learning_rate(settings.optimizer, settings.schedule_steps, self.global_step)
@@ -217,20 +195,13 @@ class Trainer:
             total, norm, targets, asked(), failed(), self.mesh, use
         )  # fmt: skip
         return Step(
-            number=self.global_step,
-            loss=found,
-            grad_norm=grad_norm,
-            tokens=settings.plan.global_batch * settings.seq_length,
-            seconds=time.perf_counter() - start,
-            lr=rate,
-            skipped=not math.isfinite(grad_norm),
-            stop=stop,
-            without_target=without_target,
-            save_failed=unsaved,
+            number=self.global_step, loss=found, grad_norm=grad_norm, lr=rate, seconds=time.perf_counter() - start,
+            tokens=settings.plan.global_batch * settings.seq_length, skipped=not math.isfinite(grad_norm), stop=stop,
+            without_target=without_target, save_failed=unsaved,
             experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
-        )
+        )  # fmt: skip
 
-    def _reach(self) -> None:
+    def _refresh_data(self) -> None:
         """Lists growing folders where the next two steps, of which one is read ahead, need it."""
         if isinstance(self.samples, Growing):
             self.samples.reach(self.samples_seen + 2 * self.settings.plan.global_batch, of_first_rank)
@@ -257,14 +228,12 @@ class Trainer:
 
     def save(self) -> None:
         """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written; all ranks call it."""
-        store = self.open_store()
+        store = resuming.checkpointer(self)
         if store is None:
             raise ValueError("Trainer: checkpoint.dir is not set")
-        self.save_in(store)
-        try:
+        with contextlib.closing(store):
+            resuming.save(self, store)
             store.wait()
-        finally:
-            store.close()
 
     def resume(self, path: Path | None = None) -> Path:
         """Resumes from a checkpoint of any plan; all ranks call it. With other data, the first sample is next.
@@ -281,10 +250,7 @@ class Trainer:
         folder = self.settings.checkpoint.dir if path is None else Path(path)
         if folder is None:
             raise ValueError("Trainer: checkpoint.dir is not set, and no checkpoint is named")
-        self.activity(f"resuming from {folder}", slow=True)
-        with comparison_of_world(longest(self.settings.run.timeout)) as compare:
-            source = checkpoints.newest(folder)
-            compare({"checkpoint": source.name, "its data": resuming.changes_of_data(self, source)})
+        self._common_source(folder, f"resuming from {folder}")
         source = resuming.resume(self, folder)
         self.saved_step = self.global_step
         return source
@@ -304,13 +270,18 @@ class Trainer:
         Raises:
             CheckpointError: There is no checkpoint, a file of it is damaged, or it has another model.
         """
-        self.activity(f"beginning a new phase from {path}", slow=True)
-        with comparison_of_world(longest(self.settings.run.timeout)) as compare:
-            source = checkpoints.newest(Path(path))
-            compare({"checkpoint": source.name, "its data": resuming.changes_of_data(self, source)})
+        source = self._common_source(Path(path), f"beginning a new phase from {path}")
         found = new_phase.begin(self, source)
         self.saved_step = -1
         return found
+
+    def _common_source(self, folder: Path, activity: str) -> Path:
+        """The newest checkpoint in a folder, which all ranks have found."""
+        self.activity(activity, slow=True)
+        with comparison_of_world(longest(self.settings.run.timeout)) as compare:
+            source = checkpoints.newest(folder)
+            compare({"checkpoint": source.name, "its data": resuming.changes_of_data(self, source)})
+        return source
 
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes a Hugging Face folder, or with ``lora`` the folder of the adapters as peft has it; all ranks call it.
@@ -326,47 +297,5 @@ class Trainer:
         self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]
 
     @property
-    def _gradient_scale(self) -> float:
-        """The factor of the gradients of a step.
-
-        Each context-parallel rank has ``cp`` times its part of a sequence's gradient, and the reduction takes the mean.
-        In fp16 that factor would overflow where one process with the whole sequence does not, so the loss scale is
-        divided by it.
-        """
-        return self.scale.scale / self.mesh.size("cp") if self._dtype is torch.float16 else 1.0
-
-    @property
     def rank(self) -> int:
         return dist.get_rank() if self.world > 1 else 0
-
-    def problem(self, step: Step) -> NotFinite | None:
-        """The error of a step that is not finite, if it ends the run."""
-        finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
-        first = self.samples_seen - self.settings.plan.global_batch
-        where = f"step {step.number}, samples {first} to {self.samples_seen - 1}"
-        # In fp16 gradients are expected to overflow now and then, the loss is not.
-        if not finite and not (self.scale.growth_interval and math.isfinite(step.loss)):
-            if self.settings.run.on_nan == "stop":
-                kept = "; no parameter was changed" if step.skipped else ""
-                return NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
-            return None
-        try:
-            self.scale.update(finite)
-        except FloatingPointError as error:
-            return NotFinite(f"{where}: {error}")
-        return None
-
-    def open_store(self) -> Checkpoints | None:
-        """The checkpoints in ``checkpoint.dir``, if it is set."""
-        own, _ = self.settings.checkpoint, self.samples
-        if own.dir is None:
-            return None
-        return Checkpoints(
-            own.dir, keep=own.keep, keep_best=own.keep_best, asynchronous=own.asynchronous, group=self.writers
-        )
-
-    def save_in(self, store: Checkpoints) -> None:
-        """Saves a checkpoint, or starts to; all ranks call it."""
-        self.activity(f"saving step {self.global_step}", slow=True)
-        resuming.save(self, store)
-        self.saved_step = self.global_step

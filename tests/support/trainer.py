@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import Trainer, loop
+from parallel_ops.train.checkpoint import resume
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
 from parallel_ops.train.config import Settings
 from parallel_ops.train.report import outputs
@@ -262,10 +263,10 @@ def saved_while_it_changes(rank: int, settings: Settings) -> bool:
     """Whether what is written beside the steps is what was there when the save began."""
     trainer = trainer_of(settings)
     trainer.step()
-    store = trainer.open_store()
+    store = resume.checkpointer(trainer)
     assert store is not None
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.save_in(store)
+    resume.save(trainer, store)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.zero_()
@@ -283,7 +284,7 @@ def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
     scales, skipped = [], []
     while trainer.global_step < settings.run.steps:
         step = trainer.step()
-        trainer.problem(step)
+        loop.check_finite(trainer, step)
         scales.append(trainer.scale.scale)
         skipped.append(step.skipped)
     trainer.loader.close()

@@ -17,10 +17,10 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops import flash_attention
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.calibration.fit import MORE, SHARED, Measured
-from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.parallelize_model import micro_batch, parallelize
 from parallel_ops.train.planner_model import planner_model
 from parallel_ops.train.step.optimizer import optimizer_of, update
+from parallel_ops.train.step.settings import OptimizerSettings
 
 # Sizes of products, layer, update (parameters) and collectives (bytes): what a small run on CPUs has, and a large one
 # on GPUs.

@@ -28,7 +28,7 @@ from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, 
 from parallel_ops.train.checkpoint.resume import LORA, has_base, shape_of
 from parallel_ops.train.checkpoint.tokenizer_files import tokenizer_files
 from parallel_ops.train.config_file import describe_errors
-from parallel_ops.train.config_sections import ModelSettings
+from parallel_ops.train.settings.model import ModelSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -70,8 +70,19 @@ def _options(trainer: "RunState") -> StateDictOptions:
     return StateDictOptions(ignore_frozen_params=adapters, strict=not adapters)
 
 
+def checkpointer(trainer: "RunState") -> Checkpoints | None:
+    """The checkpoints in ``checkpoint.dir``, if it is set; all ranks call it."""
+    own = trainer.settings.checkpoint
+    if own.dir is None:
+        return None
+    return Checkpoints(
+        own.dir, keep=own.keep, keep_best=own.keep_best, asynchronous=own.asynchronous, group=trainer.writers
+    )
+
+
 def save(trainer: "RunState", store: Checkpoints) -> None:
-    """Saves a trainer; all ranks call it."""
+    """Saves a checkpoint, or starts to; all ranks call it."""
+    trainer.activity(f"saving step {trainer.global_step}", slow=True)
     state = state_dict(trainer)
     progress = state.pop("progress")
     del state["optimizer"]["param_groups"]  # settings, and lists of names that differ between pipeline stages
@@ -93,6 +104,7 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     # Rank 0 writes the description; the others need not read data for a digest.
     data = _data_of(trainer) if trainer.rank == 0 else {}
     store.save(state, Description(progress["step"], progress["samples_seen"], model_of(trainer), data, rest))
+    trainer.saved_step = trainer.global_step
 
 
 def resume(trainer: "RunState", folder: Path) -> Path:

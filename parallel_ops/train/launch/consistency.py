@@ -45,7 +45,7 @@ class Disagreement(ValueError):
 
 def values_of(settings: "Settings") -> dict[str, Any]:
     """The values that every rank must share, by ``section.key``: settings with defaults, and versions."""
-    from parallel_ops.train.config_sections import LoraSettings  # needs pydantic, as settings do
+    from parallel_ops.train.settings.model import LoraSettings  # needs pydantic, as settings do
 
     sections = settings.model_dump(mode="json")
     sections["lora"] = sections["lora"] or dict.fromkeys(LoraSettings.model_fields)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from parallel_ops._internal.command_line import waiting
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_sections import RunSettings
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.consistency import Comparison, values_of
 from parallel_ops.train.launch.malloc import keep_freed_memory
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, meet, under_torchrun
+from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, Watch, group_timeout, longest
 from parallel_ops.train.planner_bridge import uses_cuda

@@ -19,10 +19,10 @@ from parallel_ops.train.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
-    from parallel_ops.train.config_sections import LoggingSettings
     from parallel_ops.train.data.growing import AnySamples
     from parallel_ops.train.data.packing import Samples
     from parallel_ops.train.data.tokens import TokenStream
+    from parallel_ops.train.report.settings import LoggingSettings
     from parallel_ops.train.results import Result
     from parallel_ops.train.run_state import RunState
 

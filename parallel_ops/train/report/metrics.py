@@ -17,7 +17,7 @@ from parallel_ops.train.report.outputs import warn
 from parallel_ops.train.report.throughput import peak_share
 
 if TYPE_CHECKING:
-    from parallel_ops.train.config_sections import LoggingSettings
+    from parallel_ops.train.report.settings import LoggingSettings
     from parallel_ops.train.results import Step
     from parallel_ops.train.run_state import RunState
 

@@ -16,7 +16,7 @@ from parallel_ops.train.settings.patterns import matches
 from parallel_ops.train.step.muon import MuonAndAdamW
 
 if TYPE_CHECKING:
-    from parallel_ops.train.config_sections import OptimizerSettings
+    from parallel_ops.train.step.settings import OptimizerSettings, PrecisionSettings
 
 # Below this the gradients themselves are not finite, not their scaled values.
 _LEAST_SCALE = 2.0**-14
@@ -148,6 +148,20 @@ class LossScale:
 
     def __init__(self, scale: float = 1.0, growth_interval: int = 0) -> None:
         self.scale, self.growth_interval, self.good = scale, growth_interval, 0
+
+    @classmethod
+    def of(cls, settings: "PrecisionSettings") -> "LossScale":
+        """The scale of ``precision.dtype``."""
+        return cls(settings.initial_scale, settings.growth_interval) if settings.dtype == "fp16" else cls()
+
+    def of_gradients(self, cp: int) -> float:
+        """The factor of the gradients of a step.
+
+        Each of ``cp`` context-parallel ranks has ``cp`` times its part of a sequence's gradient, and the reduction
+        takes the mean. In fp16 that factor would overflow where one process with the whole sequence does not, so the
+        loss scale is divided by it.
+        """
+        return self.scale / cp if self.growth_interval else 1.0
 
     def update(self, finite: bool) -> None:
         """Updates the scale after a step.

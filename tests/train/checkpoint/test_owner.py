@@ -15,6 +15,7 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, Trainer
 from parallel_ops.train.checkpoint import owner as owners
+from parallel_ops.train.checkpoint import resume
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints, steps_in
 from parallel_ops.train.checkpoint.owner import FILE, Owner
 from parallel_ops.train.checkpoint.removal import remove
@@ -141,14 +142,14 @@ def test_an_owner_that_was_taken_over_saves_nothing_more(data, tmp_path):
     settings = runs.settings_of(data, checkpoint={"dir": str(tmp_path)})
     trainer = Trainer(settings)
     trainer.step()
-    store = trainer.open_store()
+    store = resume.checkpointer(trainer)
     (tmp_path / FILE).unlink()
-    trainer.save_in(store)  # the file is made again, as nobody else has
+    resume.save(trainer, store)  # the file is made again, as nobody else has
     store.wait()
     trainer.step()
     (tmp_path / FILE).unlink()
     owned(tmp_path, token="other", host="node7")
-    trainer.save_in(store)
+    resume.save(trainer, store)
     with pytest.raises(CheckpointError, match=r"was taken over by another run, process .* on node7"):
         store.wait()
     store.close()

@@ -14,8 +14,8 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from parallel_ops.train.checkpoint.checkpoints import steps_in
-from parallel_ops.train.config_sections import RunSettings
 from parallel_ops.train.launch.ledger import SLOW, Clock, Ledger, Record
+from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.launch.watch import group_timeout, in_debugger, longest
 from support import processes
 from support import trainer as runs

@@ -11,9 +11,9 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.models import Transformer
 from parallel_ops.train import CheckpointError
-from parallel_ops.train.config_sections import GroupSettings, OptimizerSettings
 from parallel_ops.train.step.muon import _each, _orthogonal, newton_schulz
 from parallel_ops.train.step.optimizer import optimizer_of, update
+from parallel_ops.train.step.settings import GroupSettings, OptimizerSettings
 from support import trainer as runs
 from support.distributed import ranks
 

@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("pydantic")
 
-from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of
+from parallel_ops.train.step.settings import OptimizerSettings
 
 
 def test_only_matrices_decay_and_saving_is_no_step():

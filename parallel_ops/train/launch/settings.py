@@ -1,0 +1,29 @@
+"""The section ``[run]``."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from parallel_ops.train.settings.section import Positive, Section
+
+
+class RunSettings(Section):
+    """Length, device and failure handling of a run.
+
+    Attributes:
+        steps: Optimizer steps in total, including those before a resume.
+        seed: Seed of weights, data order and dropout.
+        device: ``"auto"`` selects CUDA where there is a GPU.
+        compile: Compile each block with ``torch.compile``.
+        on_nan: Stop the run, or skip the update, when the loss or the gradient norm is not finite.
+        timeout: Seconds after which a stalled rank ends the run with an error that names it. The start, the first step,
+            reading data and saving may take six times as long. ``"none"`` disables the limit, as for a debugger that
+            suspends a process.
+    """
+
+    steps: Positive = 1000
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
+    on_nan: Literal["stop", "skip"] = "stop"
+    timeout: Annotated[float, Field(ge=1, le=86400)] | None = 300.0

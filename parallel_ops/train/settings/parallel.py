@@ -1,0 +1,56 @@
+"""The sections ``[parallel]`` and ``[recompute]``."""
+
+import typing
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, create_model, model_validator
+from pydantic_core import PydanticCustomError
+
+from parallel_ops.planner.plan import Plan
+from parallel_ops.train.settings.section import Positive, Section
+
+
+def _parallel_fields() -> dict[str, Any]:
+    """The fields of ``Plan`` without those of other sections."""
+    hints = typing.get_type_hints(Plan)
+    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in ("dtype", "recompute")}
+    # The trainer always fuses the loss with the output embedding.
+    return found | {
+        "fused_loss": (bool, True),
+        "layers_per_chunk": (Annotated[tuple[int, ...], Field(strict=False)], ()),
+    }
+
+
+class _ParallelSettings(Section):
+    """The planner's ``Plan``: a table of its fields, or a string such as ``"dp=2,tp=2,zero=3"``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _input_grad_first(cls, given: Any) -> Any:
+        """The backward pass of a pipeline stage always sends the gradient of its input first."""
+        if not isinstance(given, dict) or given.get("pp", 1) == 1:
+            return given
+        if given.get("input_grad_first", True) is False:
+            message = f"input_grad_first must be true with pp={given['pp']}: the gradient of the input is sent first"
+            raise PydanticCustomError("parallel_ops", "{message}", {"message": message})
+        return {"input_grad_first": True, **given}
+
+
+if TYPE_CHECKING:
+    ParallelSettings = _ParallelSettings
+else:
+    ParallelSettings = create_model(
+        "ParallelSettings", __base__=_ParallelSettings, __doc__=_ParallelSettings.__doc__, **_parallel_fields()
+    )
+
+
+class RecomputeSettings(Section):
+    """Activation recomputation; see ``train.recompute``.
+
+    Attributes:
+        kind: What is recomputed. every: Recompute every n-th block.
+    """
+
+    kind: Literal["none", "selective", "full", "experts"] = "none"
+    every: Positive = 1
