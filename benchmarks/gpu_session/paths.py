@@ -138,7 +138,7 @@ PATHS: tuple[GpuPath, ...] = (
         "linear_reduce_scatter",
     ),
     _parallel("context parallelism, ring", '`cp`, `cp_kind = "ring"`', "context parallelism, ring", "ring_attention"),
-    _parallel("context parallelism, all-to-all", '`cp_kind = "all-to-all"`', "context parallelism, all-to-all"),
+    _parallel("context parallelism, all-to-all", '`cp_kind = "all_to_all"`', "context parallelism, all-to-all"),
     _parallel("expert parallelism", "`ep`", "expert parallelism"),
     GpuPath("parallelism", "sums of what ranks computed, an addition a rank", "`tp`", True, "torch",
             ops=("sum_partials",), evidence="compared with the kernel on CPUs"),

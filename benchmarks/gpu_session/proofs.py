@@ -63,7 +63,7 @@ def _parallel() -> Iterator[Proof]:
     plans: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "tensor parallelism": (_WIDE, {"tp": 2, "sequence_parallel": True}),
         "context parallelism, ring": (_SMALL, {"cp": 2}),
-        "context parallelism, all-to-all": (_SMALL, {"cp": 2, "cp_kind": "all-to-all"}),
+        "context parallelism, all-to-all": (_SMALL, {"cp": 2, "cp_kind": "all_to_all"}),
         "expert parallelism": (_EXPERTS, {"dp": 2, "ep": 2}),
     }
     for transport in ("c10d", "nccl"):

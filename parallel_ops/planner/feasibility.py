@@ -220,7 +220,7 @@ def _context(model: Model, plan: Plan) -> Iterator[Problem]:
             "sequence does not divide",
             f"2 * CP ({2 * plan.cp}) chunks of a zigzag do not divide the sequence ({model.seq_length})",
         )
-    if plan.cp_kind == "all-to-all" and model.num_kv_heads % (plan.tp * plan.cp):
+    if plan.cp_kind == "all_to_all" and model.num_kv_heads % (plan.tp * plan.cp):
         yield Problem(
             "heads", f"all-to-all CP needs TP * CP ({plan.tp * plan.cp}) to divide num_kv_heads ({model.num_kv_heads})"
         )

@@ -40,7 +40,7 @@ class Plan:
         sequence_parallel: also shard the activations outside tensor-parallel regions (arXiv:2205.05198).
         schedule: one of ``SCHEDULES``.
         virtual_stages: chunks of layers per rank: 2 or more for ``interleaved``, 2 for V-shaped schedules, else 1.
-        cp_kind: ``"ring"`` (arXiv:2310.01889) or ``"all-to-all"`` (arXiv:2309.14509).
+        cp_kind: ``"ring"`` (arXiv:2310.01889) or ``"all_to_all"`` (arXiv:2309.14509).
         micro_batch: sequences of one forward pass on one data-parallel rank.
         global_batch: sequences of one step over all ranks; a multiple of ``dp * micro_batch``.
         recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198; with FlashAttention norms and
@@ -127,7 +127,7 @@ class Plan:
         check_counts(self, ("expert_tp", "recompute_layers"), at_least=0)
         check_choice(self, "zero", (0, 1, 2, 3))
         check_choice(self, "schedule", SCHEDULES)
-        check_choice(self, "cp_kind", ("ring", "all-to-all"))
+        check_choice(self, "cp_kind", ("ring", "all_to_all"))
         check_choice(self, "recompute", (*RECOMPUTE, "operators", "experts"))
         check_choice(self, "offload", (*OFFLOAD, "activations", "optimizer+parameters"))
         check_choice(self, "dtype", DTYPES)

@@ -14,6 +14,7 @@ from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.settings import SourceSettings
 from parallel_ops.train.launch.settings import RunSettings
+from parallel_ops.train.settings import renamed
 from parallel_ops.train.settings.section import Section
 from parallel_ops.train.step.settings import GroupSettings
 
@@ -122,6 +123,8 @@ def describe_errors(error: ValidationError) -> str:
 def _describe(found: Any) -> str:
     place = [str(part) for part in found["loc"] if part != "function-after"]
     name = ".".join(place)
+    if (error := renamed.hint(name, found["input"])) is not None:
+        return error
     if found["type"] == "extra_forbidden":
         known = _known(place[:-1])
         near = difflib.get_close_matches(place[-1].lower(), known, n=3, cutoff=0.5)

@@ -14,7 +14,7 @@ what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). 
 the shards (HSDP).
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-_ALGORITHMS: dict[str, AlgorithmName] = {"ring": "ring", "all-to-all": "all_to_all"}
 
 
 def parallelize(
@@ -90,7 +87,7 @@ def parallelize(
         if plan.pp > 1:
             model.keep(cut(model.num_blocks, plan), mesh.rank("pp"))
     elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
-        model = _over(model, mesh, plan, algorithm or _ALGORITHMS[plan.cp_kind], layout)
+        model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), layout)
     names = _blocks(model, blocks)
     if float8 != "none":
         _use_float8(model, names, plan, float8, float8_bf16_blocks)

@@ -72,7 +72,7 @@ PLANS = (
     ),
     ({"tp": 4, "sequence_parallel": True}, "llama"),
     ({"tp": 2, "cp": 2, "zero": 1}, "llama"),
-    ({"cp": 4, "cp_kind": "all-to-all", "zero": 3}, "gpt"),
+    ({"cp": 4, "cp_kind": "all_to_all", "zero": 3}, "gpt"),
     ({"dp": 4, "dp_replicate": 2, "zero": 3}, "gpt"),
     ({"dp": 4, "ep": 4, "zero": 2}, "experts"),
     ({"dp": 2, "tp": 2, "ep": 2, "zero": 3}, "experts"),

@@ -160,7 +160,7 @@ def test_context_parallelism_passes_keys_and_values_around():
     ring = traffic(LLAMA, H100, plan, "cp")["send-receive"]
     block = 2 * LLAMA.seq_length / 8 * LLAMA.key_value_width
     assert ring.bytes == pytest.approx(LLAMA.num_layers * 3 / 4 * 4 * 7 * block)  # forward, again, gradients in fp32
-    swap = traffic(LLAMA, H100, replace(plan, cp_kind="all-to-all"), "cp")["all-to-all"]
+    swap = traffic(LLAMA, H100, replace(plan, cp_kind="all_to_all"), "cp")["all-to-all"]
     width = LLAMA.query_width + LLAMA.key_value_width + LLAMA.value_width
     # There and back, forward and backward; two numbers a head forward, three backward.
     token = 2 * 2 * width + 5 * 4 * LLAMA.num_heads

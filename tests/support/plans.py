@@ -112,7 +112,7 @@ def plan_of(draw: random.Random, sections: Sections, processes: int, batch: dict
     plan: dict[str, Any] = {
         **batch, "pp": pp, "tp": tp, "cp": cp, "dp": replicate * shard, "dp_replicate": replicate,
         "zero": draw.randint(0, 3), "sequence_parallel": tp > 1 and draw.random() < 0.6,
-        "cp_kind": draw.choice(("ring", "all-to-all")) if cp > 1 else "ring",
+        "cp_kind": draw.choice(("ring", "all_to_all")) if cp > 1 else "ring",
     }  # fmt: skip
     if plan["zero"] and shard * cp > 1 and draw.random() < 0.3:
         plan["offload"] = "optimizer"

@@ -44,7 +44,7 @@ CASES = [
     (GPT, "dp=4,dp_replicate=2,zero=3,global_batch=8", "fp32", "none"),
     (GPT, "tp=2,dp=2,zero=2,global_batch=4", "fp32", "none"),
     (LLAMA, "tp=2,dp=2,zero=3,sequence_parallel=true,global_batch=8,micro_batch=2", "bf16", "full"),
-    (GPT, "tp=2,cp=2,zero=3,cp_kind=all-to-all,global_batch=2", "bf16", "none"),
+    (GPT, "tp=2,cp=2,zero=3,cp_kind=all_to_all,global_batch=2", "bf16", "none"),
     (LLAMA, "tp=2,cp=2,zero=3,global_batch=2", "fp32", "selective"),
     (LLAMA, "dp=2,cp=2,global_batch=4", "bf16", "full"),
     (EXPERTS, "dp=4,ep=2,global_batch=8", "bf16", "none"),
@@ -159,7 +159,7 @@ def drawn(number):
             "dp": dp, "dp_replicate": replicate, "cp": cp, "tp": tp, "ep": draw.choice((1, 2, 4)) if experts else 1,
             "zero": draw.randint(0, 3), "sequence_parallel": str(tp > 1 and draw.random() < 0.5).lower(),
             "micro_batch": micro_batch, "global_batch": dp * micro_batch * draw.choice((1, 2, 3)),
-            "cp_kind": draw.choice(("ring", "all-to-all")),
+            "cp_kind": draw.choice(("ring", "all_to_all")),
         }  # fmt: skip
         kinds = ("none", "selective", "full", *["experts"] * experts)
         text = ",".join(f"{name}={value}" for name, value in fields.items())

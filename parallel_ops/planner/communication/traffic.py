@@ -230,7 +230,7 @@ def _context(
 ) -> tuple[Transfers, Transfers, tuple[float, float]]:
     """Context-parallel transfers of a layer with their counts, forward and backward, and the exposed seconds."""
     link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
-    if plan.cp_kind == "all-to-all":
+    if plan.cp_kind == "all_to_all":
         query, key_value, value, heads = (
             n / plan.tp for n in (model.query_width, model.key_value_width, model.value_width, model.num_heads)
         )

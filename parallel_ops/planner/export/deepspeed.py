@@ -70,7 +70,7 @@ DEEPSPEED = ExportTarget(
         **PLAIN_STATES,
         **PLAIN_EXPERTS,
         "schedule": (("1f1b",), "its pipeline runs 1f1b"),
-        "cp_kind": (("all-to-all",), "it has all-to-all context parallelism (Ulysses)"),
+        "cp_kind": (("all_to_all",), "it has all-to-all context parallelism (Ulysses)"),
         "recompute": (("none", "full"), "it recomputes whole layers"),
         "dtype": (("bf16", "fp16", "fp32"), "its config has bf16, fp16 and fp32"),
         "fused_loss": ((False,), "its config has no fused loss"),

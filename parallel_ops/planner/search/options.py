@@ -49,7 +49,7 @@ class SearchOptions:
     schedules: tuple[str, ...] = USUAL_SCHEDULES
     recompute: tuple[str, ...] = RECOMPUTE
     offload: tuple[str, ...] = OFFLOAD
-    cp_kinds: tuple[str, ...] = ("ring", "all-to-all")
+    cp_kinds: tuple[str, ...] = ("ring", "all_to_all")
     sequence_parallel: tuple[bool, ...] = (True, False)
     base: Plan = BASE
     any_system: bool = False

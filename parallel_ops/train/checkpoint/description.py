@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel_ops.train.settings import renamed
+
 DESCRIPTION, METADATA = "run.json", ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 _PIECE = 1 << 24
@@ -71,12 +73,24 @@ def read_description(path: Path) -> tuple[Description, Sums]:
             raise ValueError("a value is missing")
         if not all(isinstance(part, dict) for part in (description.model, description.data, description.rest)):
             raise ValueError("a section is no table")
+        _rename(description)
         sums = {_file_name(name): (_counted(size), _counted(checksum)) for name, (size, checksum) in files.items()}
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not of a checkpoint, or damaged: {error!r}") from error
     return description, sums
+
+
+def _rename(description: Description) -> None:
+    """Gives keys and values that an earlier version wrote their names of today."""
+    for values, key in ((description.rest, "model"), (vars(description), "model")):
+        if isinstance(values.get(key), dict):
+            values[key] = renamed.current({"model": values[key]})["model"]
+    if isinstance(settings := description.rest.get("settings"), dict):
+        description.rest["settings"] = renamed.current(settings)
+    if isinstance(plan := description.rest.get("plan"), str):
+        description.rest["plan"] = renamed.current_plan(plan)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -186,7 +186,7 @@ class _Reader:
         if context is not None:
             self.put("parallel", "cp", context, "sequence_parallel_size")
             if context > 1:
-                self.put("parallel", "cp_kind", "all-to-all", "sequence_parallel_size")
+                self.put("parallel", "cp_kind", "all_to_all", "sequence_parallel_size")
         parallel = self.settings["parallel"]
         sizes = {name: parallel.get(name, 1) for name in ("dp", "tp", "cp")}
         if ranks is not None and "dp" not in parallel:

@@ -56,7 +56,7 @@ def size_problems(config: TransformerConfig, plan: Plan, length: int, row: int) 
             yield ("model", name), f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
     if plan.tp > 1 and plan.sequence_parallel and row % (plan.tp * plan.cp):
         yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
-    if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
+    if plan.cp_kind == "all_to_all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
         yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
 
 

@@ -64,6 +64,8 @@ def test_a_run_goes_on_from_it(stored, kind):
 def test_commands_read_it(stored, kind):
     found = inspect(stored / kind, verify=True)
     assert (found["step"], found["best"]) == (3, str(stored / kind / "step-00000003"))
+    assert found["plan"] == "cp_kind=all_to_all,global_batch=8,dtype=fp32,fused_loss=true"
+    assert found["settings"]["parallel"]["cp_kind"] == "all_to_all"
     if kind == "adamw":
         assert export(stored / kind, stored / "folder")["step"] == 3
         assert json.loads((stored / "folder" / "config.json").read_text())["hidden_size"] == 8

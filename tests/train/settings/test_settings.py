@@ -16,6 +16,7 @@ from parallel_ops.train.config import json_schema
 from parallel_ops.train.config_file import read_settings, settings_of, with_changes
 from parallel_ops.train.launch.cli import settings_for
 from parallel_ops.train.planner_model import planner_model
+from parallel_ops.train.settings import renamed
 from parallel_ops.train.settings.deepspeed import with_deepspeed
 from parallel_ops.train.step.optimizer import learning_rate
 
@@ -360,3 +361,16 @@ class TestDeepSpeed:
         path.write_text(json.dumps(DEEPSPEED))
         with pytest.raises(ValueError, match=r"lr says 0.0002, but optimizer.lr is 0.1"):
             with_deepspeed({**SMALL, "parallel": {"dp": 2, "tp": 2}, "optimizer": {"lr": 0.1}}, path)
+
+
+@pytest.mark.parametrize("by", ["file", "change"])
+def test_a_key_with_another_name_is_an_error_with_the_new_one(file, monkeypatch, by):
+    monkeypatch.setitem(renamed.KEYS, "run.iterations", "run.steps")
+    monkeypatch.setitem(renamed.VALUES, "run.steps", {"all": 1000})
+    assert renamed.current({"run": {"iterations": "all", "seed": 1}}) == {"run": {"steps": 1000, "seed": 1}}
+    for given, value in (("7", "7"), ("'all'", "1000"), ("'7'", '"7"')):
+        if by == "file":
+            file.write_text(f"{file.read_text()}[run]\niterations = {given}\n")
+        with pytest.raises(ValueError, match=f"run.iterations is now run.steps: steps = {value}$"):
+            read_settings(file, [] if by == "file" else [f"run.iterations={given}"])
+        file.write_text(file.read_text().partition("[run]")[0])
