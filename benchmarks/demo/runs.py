@@ -36,7 +36,7 @@ from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.local import PLAIN, Failure
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import longest
+from parallel_ops.train.launch.watchdog import longest
 from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.report.progress import peak_memory
 from parallel_ops.train.results import Result

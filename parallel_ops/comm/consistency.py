@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from parallel_ops._internal.distributed.compat import all_gather_single, suspended_modes
 from parallel_ops._internal.distributed.groups import device_of_call, group_device_types
 from parallel_ops.comm._capture import refuse_capture
-from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
+from parallel_ops.comm.errors import PeerError, named, publish_failure, retract_failure, translate_backend_errors
 
 _TEXT_BYTES = 320
 # Tag of the messages, in no collective and in no transfer of an op.
@@ -320,9 +320,7 @@ def _who_calls_what(texts: Sequence[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()
-    )
+    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def _message(group: ProcessGroup, call: CallSignature, status: int, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.gradients.gradient_norm import total_norm
 from parallel_ops.comm import ParallelMesh, primitives
-from parallel_ops.comm.errors import publish_failure
+from parallel_ops.comm.errors import published_errors
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.executor import Executor, Forward, Observer
 from parallel_ops.pipeline_parallel.link import MATCHED_BY_RANK, GroupLink, connected_link
@@ -161,7 +161,7 @@ class Pipeline:
         self._reduction.start()
         if self._loads is not None:
             self._loads.begin(inputs[0]["tokens"].device)
-        with self._published():
+        with published_errors(self.group):
             losses = self.executor.step(self._forward(inputs, around), scale, **messages)
         self._reduction.end()
         tied = self.model.tied_weight
@@ -185,7 +185,7 @@ class Pipeline:
         stages = self.stages
         schedule = forward_only(stages.pp, stages.count, stages.rank_of, len(inputs))
         messages = Messages(schedule, stages, self.rank, self._link, share=self._share)
-        with self._published():
+        with published_errors(self.group):
             return self.executor.evaluate(
                 schedule[self.rank], messages, self._forward(inputs, around), **self._messages_of(inputs)
             )
@@ -207,15 +207,6 @@ class Pipeline:
             raise ValueError(f"Pipeline: inputs must have tokens of one shape, got {sorted(shapes)}")
         tokens = inputs[0]["tokens"]
         return {"shape": self.model.stream_shape(*tokens.shape), "dtype": self.dtype, "device": tokens.device}
-
-    @contextlib.contextmanager
-    def _published(self) -> Iterator[None]:
-        """An error in the block reaches the other ranks, which wait for messages."""
-        try:
-            yield
-        except Exception as error:
-            publish_failure(self.group, f"raised {type(error).__name__}: {error}")
-            raise
 
     def total_norm(self) -> Tensor:
         """The 2-norm of all gradients of all stages, a scalar, the same on every rank. A shared table counts once."""

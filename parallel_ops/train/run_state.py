@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.packing import Samples
-from parallel_ops.train.launch.watch import Activity
+from parallel_ops.train.launch.watchdog import Activity
 from parallel_ops.train.step.forward_backward import ForwardBackward
 from parallel_ops.train.step.optimizer import LossScale
 

@@ -29,7 +29,7 @@ from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
+from parallel_ops.train.launch.watchdog import Activity, group_timeout, longest, noted
 from parallel_ops.train.loop import take_steps
 from parallel_ops.train.results import Result, Step
 from parallel_ops.train.step.evaluation import Evaluation
@@ -52,7 +52,7 @@ class Trainer:
         model: Replaces ``settings.model``: an initialised module that returns the mean loss of tokens and targets, both
             int64 ``[s, b]``.
         stream: Documents that replace ``settings.data.paths``.
-        activity: Receives a description of what this rank does, for ``Watch``.
+        activity: Receives a description of what this rank does, for ``Watchdog``.
 
     Attributes:
         global_step: Optimizer steps taken. samples_seen: Samples taken from the data.

@@ -10,9 +10,7 @@ of tokens and documents are compared instead. ``logging`` concerns rank 0 only.
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import Mapping
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +19,7 @@ import torch.distributed as dist
 
 import parallel_ops
 from parallel_ops._internal.distributed.compat import group_store
-from parallel_ops.comm import PeerError
-from parallel_ops.train.launch.rendezvous import named
+from parallel_ops.comm.errors import Board, PeerError, named
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -30,10 +27,9 @@ if TYPE_CHECKING:
 # Sections, and keys of sections, that may differ between ranks.
 FREE = ("logging", "data.paths", "data.sources", "evaluation.paths")
 
-_POLL_SECONDS = 0.02
 # Rank 0 answers at the end of its own wait, so the others wait a little longer.
 _ANSWER_SECONDS = 10.0
-# How long a failing rank waits for the others to read the answer: the store may end with its process.
+# How long a rank whose run does not begin waits for the others to read the answer.
 _LEAVING_SECONDS = 2.0
 # Differing keys in an error: unrelated files would fill the screen.
 _MOST_KEYS = 8
@@ -69,8 +65,7 @@ class Comparison:
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, seconds: float) -> None:
-        self._store = dist.PrefixStore("parallel_ops/comparison", store)  # type: ignore[attr-defined]
-        self._rank, self._ranks, self._seconds = rank, ranks, seconds
+        self._board, self._seconds = Board(store, rank, ranks, "parallel_ops/comparison"), seconds
 
     def __enter__(self) -> "Comparison":
         return self
@@ -86,56 +81,48 @@ class Comparison:
             Disagreement: A value differs, or a rank failed or did not arrive; raised on every rank.
             PeerError: The store is gone.
         """
-        if self._ranks == 1:
-            return
-        self._store.set(f"reported/{self._rank}", json.dumps({"values": values}, default=str))
-        if self._rank == 0:
-            self._store.set("answer", self._compare())
         try:
-            self._store.wait(["answer"], timedelta(seconds=self._seconds + _ANSWER_SECONDS))
-            message = self._store.get("answer").decode()
+            message = self._answer({"values": values}, _ANSWER_SECONDS)
         except dist.DistStoreError:
             raise Disagreement(f"rank 0 has not compared settings within {self._seconds:g} s") from None
         except dist.DistError as error:
             raise PeerError(f"rank 0 has ended before it compared settings: {error}") from error
         if message:
-            self._leave()
             raise Disagreement(message)
 
     def fail(self, error: BaseException) -> None:
         """Makes the other ranks raise this rank's error."""
-        if self._ranks == 1:
-            return
-        reported = f"{type(error).__name__}: {' '.join(str(error).split())}"
         with contextlib.suppress(RuntimeError):  # this rank raises its own error
-            self._store.set(f"reported/{self._rank}", json.dumps({"error": reported}))
-            if self._rank == 0:
-                self._store.set("answer", f"rank 0: {reported}")
-            self._store.wait(["answer"], timedelta(seconds=self._seconds))
-            self._leave()
+            self._answer({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}, 0.0)
+
+    def _answer(self, report: dict[str, Any], margin: float) -> str:
+        """Reports to rank 0, and returns its answer: the error for all ranks, empty if the values are equal."""
+        board, rank = self._board, self._board.rank
+        if board.ranks == 1:
+            return ""
+        board.write("report", json.dumps(report, default=str))
+        if rank == 0:
+            board.write("answer", f"rank 0: {report['error']}" if "error" in report else self._compare())
+        message = board.wait("answer", 0, self._seconds + margin)
+        if message:
+            with contextlib.suppress(dist.DistError):  # rank 0, which may own the store, has exited first
+                board.leave(_LEAVING_SECONDS)
+        return message
 
     def _compare(self) -> str:
-        """The error for all ranks; empty if the values are equal."""
-        missing, reported = set(range(self._ranks)), {}
-        end = time.monotonic() + self._seconds
-        while missing:
-            for rank in [rank for rank in missing if self._store.check([f"reported/{rank}"])]:
-                missing.remove(rank)
-                reported[rank] = json.loads(self._store.get(f"reported/{rank}"))
-                if "error" in reported[rank]:
-                    return f"rank {rank}: {reported[rank]['error']}"
-            if missing and time.monotonic() > end:
-                return f"{named(missing)} of {self._ranks} did not come within {self._seconds:g} s"
-            time.sleep(_POLL_SECONDS if missing else 0.0)
-        return difference({rank: reported[rank]["values"] for rank in sorted(reported)})
+        reports: dict[int, dict[str, Any]] = {}
 
-    def _leave(self) -> None:
-        end = time.monotonic() + _LEAVING_SECONDS
-        with contextlib.suppress(dist.DistError):  # rank 0, which may own the store, has exited first
-            left = self._store.add("left", 1)
-            while left < self._ranks and time.monotonic() < end:
-                time.sleep(_POLL_SECONDS)
-                left = self._store.add("left", 0)
+        def failed() -> bool:
+            new = self._board.having("report", set(range(self._board.ranks)) - set(reports))
+            reports.update({rank: json.loads(text) for rank, text in self._board.read("report", new).items()})
+            return any("error" in report for report in reports.values())
+
+        missing = self._board.await_all("report", range(self._board.ranks), self._seconds, until=failed)
+        if failed():
+            return next(f"rank {rank}: {report['error']}" for rank, report in reports.items() if "error" in report)
+        if missing:
+            return f"{named(missing)} of {self._board.ranks} did not come within {self._seconds:g} s"
+        return difference({rank: reports[rank]["values"] for rank in sorted(reports)})
 
 
 def comparison_of_world(seconds: float) -> Comparison:

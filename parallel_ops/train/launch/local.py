@@ -29,12 +29,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallel_ops._internal.command_line import unbroken_output
+from parallel_ops.comm.errors import named
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import named
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import during, is_lost, longest
+from parallel_ops.train.launch.watchdog import during, is_lost, longest
 from parallel_ops.train.launch.worker import run_rank
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import NotFinite, Result

@@ -3,13 +3,12 @@
 import os
 import time
 import uuid
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from parallel_ops.comm import PeerError
+from parallel_ops.comm.errors import PeerError, named
 
 _POLL_SECONDS = 0.02
 
@@ -132,15 +131,3 @@ def name_of_start(store: Any, rank: int, ranks: int, seconds: float) -> str:
             raise PeerError(f"rank 0 of {ranks}: {named(waiting)} did not start within {seconds:g} s")
         time.sleep(_POLL_SECONDS if waiting else 0.0)
     return own
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Formats ranks: ``"rank 3"``, ``"ranks 0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"rank {parts[0]}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {', '.join(parts)}"

@@ -23,7 +23,7 @@ from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import is_lost
+from parallel_ops.train.launch.watchdog import is_lost
 from parallel_ops.train.launch.worker import propagate, run_rank
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
 from parallel_ops.train.report import outputs

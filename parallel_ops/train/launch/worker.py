@@ -18,7 +18,7 @@ from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, meet, under_torchrun
 from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import Activity, Watch, group_timeout, longest
+from parallel_ops.train.launch.watchdog import Activity, Watchdog, group_timeout, longest
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import Result
 from parallel_ops.train.step.optimizer import hide_hint
@@ -32,7 +32,7 @@ def run_rank(
     """Runs this rank, in a process group if the plan has several ranks.
 
     Args:
-        report: Called with the reason, from a thread of ``Watch``, before it ends this process.
+        report: Called with the reason, from a thread of ``Watchdog``, before it ends this process.
         note: Called with what this rank does, about once a second.
 
     Raises:
@@ -101,7 +101,7 @@ def joined(
             "device": "cuda" if on_gpu else "cpu",
         }
         compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
-    watch = Watch(dist.PrefixStore("watch", store), rank, ranks, timeout, report, note)  # type: ignore[attr-defined]
+    watch = Watchdog(dist.PrefixStore("watch", store), rank, ranks, timeout, report, note)  # type: ignore[attr-defined]
     limit = group_timeout(timeout)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)

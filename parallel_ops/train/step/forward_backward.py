@@ -17,7 +17,7 @@ from parallel_ops.pipeline_parallel.trace import Recorder, Timed, gathered
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.train.data.batches import Batch
-from parallel_ops.train.launch.watch import Activity
+from parallel_ops.train.launch.watchdog import Activity
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
 
 _TEXTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}

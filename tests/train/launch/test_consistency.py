@@ -12,10 +12,10 @@ pytest.importorskip("pydantic")
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
+from parallel_ops.comm.errors import named
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.launch.consistency import FREE, Comparison, Disagreement, difference, values_of
-from parallel_ops.train.launch.rendezvous import named
 from support import processes
 from support import trainer as runs
 from support.distributed import Raised, ranks

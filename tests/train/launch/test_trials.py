@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from parallel_ops.train.checkpoint.checkpoints import steps_in
-from parallel_ops.train.launch.ledger import SLOW
+from parallel_ops.train.launch.heartbeats import SLOW
 from support import processes
 from support import trainer as runs
 

@@ -1,10 +1,10 @@
 """Ends a run with a stalled rank, with one error on every rank that names it.
 
 A collective waits without an error for a rank that is suspended or whose node hangs. So a thread of each rank writes a
-record every second: a beat, the number of activities so far and the current one. Rank 0 reads all records, the other
-ranks that of rank 0: one request a second each. A rank has stalled if
+heartbeat to the board every second: the number of activities so far and the current one. Rank 0 reads all heartbeats,
+the other ranks that of rank 0: one request a second each. A rank has stalled if
 
-- its record has not changed for ``run.timeout``: the process is suspended, or its node cannot be reached; or
+- its heartbeat has not changed for ``run.timeout``: the process is suspended, or its node cannot be reached; or
 - it has the fewest activities of those that do not wait for a pipeline stage, and the current one has exceeded its
   limit: ``run.timeout``, or ``SLOW`` times as long for the start, the first step, reading data and saving.
 
@@ -26,9 +26,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel_ops.comm import PeerError
-from parallel_ops.train.launch.ledger import SLOW, Clock, Ledger, Record
-from parallel_ops.train.launch.rendezvous import agent_has_store, named
+from parallel_ops.comm.errors import Board, PeerError, named
+from parallel_ops.train.launch.heartbeats import SLOW, Clock, Heartbeat, Heartbeats
+from parallel_ops.train.launch.rendezvous import agent_has_store
 
 # The backend's timeouts fire later than this module's, whose errors say more.
 _MARGIN_SECONDS = 60.0
@@ -48,7 +48,7 @@ def longest(timeout: float | None) -> float:
 
 
 def group_timeout(timeout: float | None) -> timedelta:
-    """Timeout of the process groups of a run, longer than any limit of ``Watch``."""
+    """Timeout of the process groups of a run, longer than any limit of ``Watchdog``."""
     return timedelta(seconds=longest(timeout) + _MARGIN_SECONDS)
 
 
@@ -91,7 +91,7 @@ class Activity:
         self.now = (self.now[0] + 1, text, slow, waits)
 
 
-class Watch:
+class Watchdog:
     """Threads that watch the ranks of a run until ``close``; all ranks have one.
 
     Args:
@@ -113,9 +113,9 @@ class Watch:
         self._rank, self._ranks, self._report = rank, ranks, report
         self._timeout = math.inf if timeout is None else timeout
         self._interval = min(_BEAT_SECONDS, self._timeout / _BEATS_A_TIMEOUT)
-        # A client of a store handles one request at a time, and the main thread's may block: each thread has its own.
-        self._store, self._own = store, store.clone()
-        self._ledger = Ledger(range(ranks) if rank == 0 else [0], self._timeout)
+        # The main thread's request may block: each thread has a client of its own.
+        self._board, self._own = (Board(client, rank, ranks, "watchdog") for client in (store, store.clone()))
+        self._heartbeats = Heartbeats(range(ranks) if rank == 0 else [0], self._timeout)
         self._present: set[int] = set()
         self._main = threading.get_ident()
         self._beats = 0
@@ -145,10 +145,10 @@ class Watch:
         """
         try:
             if is_lost(error):
-                reason = self._publish(self._store, self._reason() or self._gone() or _first_line(error), at_once=False)
+                reason = self._publish(self._board, self._reason() or self._gone() or _first_line(error), at_once=False)
                 raise PeerError(reason) from error
             text = f"rank {self._rank}: {type(error).__name__}: {_first_line(error)}{during(error)}"
-            self._publish(self._store, text, at_once=False)
+            self._publish(self._board, text, at_once=False)
         except dist.DistError:
             if not is_lost(error):
                 return
@@ -161,27 +161,25 @@ class Watch:
 
     def _reason(self) -> str | None:
         """The reason that another rank has published, if any."""
-        end = time.monotonic() + self._interval
-        while not (found := self._store.check(["reason"])) and time.monotonic() < end:
-            time.sleep(self._interval / 10)
-        return json.loads(self._store.get("reason"))["text"] if found else None
+        if self._board.await_all("reason", [0], self._interval):
+            return None
+        return json.loads(self._board.read("reason", [0])[0])["text"]
 
     def _gone(self) -> str | None:
-        """A reason that names the ranks whose records no longer change."""
-        others = [rank for rank in range(self._ranks) if rank != self._rank and self._store.check([_place(rank)])]
-        before = self._read(self._store, others)
+        """A reason that names the ranks whose heartbeats no longer change."""
+        others = self._board.having("heartbeat", set(range(self._ranks)) - {self._rank})
+        before = self._read(self._board, others)
         time.sleep(3 * self._interval)
-        after = self._read(self._store, others)
+        after = self._read(self._board, others)
         gone = [rank for rank in others if not before[rank].finished and after[rank].beat == before[rank].beat]
         if not gone:
             return None
         last = "; ".join(f"rank {rank}'s last activity: {before[rank].text}" for rank in gone)
         return f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone: killed, or on a node that is lost; {last}"
 
-    def _publish(self, store: Any, text: str, *, at_once: bool) -> str:
-        """Publishes a reason unless there is one; returns the published one. ``store``: the client of this thread."""
-        reported = store.compare_set("reason", "", json.dumps({"text": text, "at_once": at_once}))
-        return json.loads(reported)["text"]
+    def _publish(self, board: Board, text: str, *, at_once: bool) -> str:
+        """Publishes a reason unless there is one; returns the published one. ``board``: that of this thread."""
+        return json.loads(board.write_first("reason", json.dumps({"text": text, "at_once": at_once})))["text"]
 
     def _watch(self) -> None:
         clock = Clock(2 * self._interval)
@@ -191,25 +189,24 @@ class Watch:
             try:
                 self._write(self._own, finished=finished)
                 self._look(clock())
-                over = self._rank > 0 or self._ledger.finished()
+                over = self._rank > 0 or self._heartbeats.finished()
             except dist.DistError:
                 over = True  # the store is gone: there is nothing to wait for
             if finished and over:
                 self._closed.set()
 
     def _look(self, clock: float) -> None:
-        if self._own.check(["reason"]):
-            reason = json.loads(self._own.get("reason"))
+        if self._own.having("reason", [0]):
+            reason = json.loads(self._own.read("reason", [0])[0])
             self._known_reason = reason["text"]
             since = self._reason_since = clock if self._reason_since is None else self._reason_since
             # Ranks usually notice a failed one by the lost connection; this ends them if that takes too long.
             if reason["at_once"] or clock - since > self._timeout:
                 self._end(reason["text"])
-        missing = set(self._ledger.records) - self._present
-        self._present |= {rank for rank in missing if self._own.check([_place(rank)])}
-        for rank, record in self._read(self._own, sorted(self._present)).items():
-            self._ledger.update(rank, record, clock)
-        reason = self._ledger.silent(clock) or (self._ledger.stuck(clock) if self._rank == 0 else None)
+        self._present |= set(self._own.having("heartbeat", set(self._heartbeats.latest) - self._present))
+        for rank, heartbeat in self._read(self._own, sorted(self._present)).items():
+            self._heartbeats.update(rank, heartbeat, clock)
+        reason = self._heartbeats.silent(clock) or (self._heartbeats.stuck(clock) if self._rank == 0 else None)
         if reason is not None:
             self._end(self._publish(self._own, self._limits(reason), at_once=True))
 
@@ -224,20 +221,18 @@ class Watch:
                 whose = "torchrun's" if agent_has_store() else "rank 0's"
                 self._end(self._limits(f"the store of the run, {whose}, does not answer; rank {self._rank}: {text}"))
 
-    def _write(self, store: Any, *, finished: bool = False) -> None:
+    def _write(self, board: Board, *, finished: bool = False) -> None:
         count, text, slow, waits = self.activity.now
         allowance = math.inf if in_debugger(self._main) else SLOW if slow else 1
         if self._note is not None and count != self._noted:
             self._noted = count
             self._note(text)
-        store.set(_place(self._rank), json.dumps([self._beats + 1, count, text, allowance, finished, waits]))
+        board.write("heartbeat", json.dumps([self._beats + 1, count, text, allowance, finished, waits]))
         self._beats += 1
 
-    def _read(self, store: Any, ranks: Sequence[int]) -> dict[int, Record]:
-        """Reads the records of ranks that have written one."""
-        places = [_place(rank) for rank in ranks]
-        found = store.multi_get(places) if store.has_extended_api() else [store.get(place) for place in places]
-        return {rank: Record(*json.loads(reported)) for rank, reported in zip(ranks, found, strict=True)}
+    def _read(self, board: Board, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        """Reads the heartbeats of ranks that have written one."""
+        return {rank: Heartbeat(*json.loads(text)) for rank, text in board.read("heartbeat", ranks).items()}
 
     def _limits(self, reason: str) -> str:
         return f"{reason} (run.timeout is {self._timeout:g} s)"
@@ -264,10 +259,6 @@ def in_debugger(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _place(rank: int) -> str:
-    return f"at/{rank}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,9 +14,9 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from parallel_ops.train.checkpoint.checkpoints import steps_in
-from parallel_ops.train.launch.ledger import SLOW, Clock, Ledger, Record
+from parallel_ops.train.launch.heartbeats import SLOW, Clock, Heartbeat, Heartbeats
 from parallel_ops.train.launch.settings import RunSettings
-from parallel_ops.train.launch.watch import group_timeout, in_debugger, longest
+from parallel_ops.train.launch.watchdog import group_timeout, in_debugger, longest
 from support import processes
 from support import trainer as runs
 
@@ -28,15 +28,15 @@ class Ranks:
     """Records of three ranks by a clock of one second a turn; ``timeout`` is 10 s."""
 
     def __init__(self):
-        self.ledger, self.clock = Ledger(range(3), 10.0), 0.0
-        self.at = {rank: Record() for rank in range(3)}
+        self.ledger, self.clock = Heartbeats(range(3), 10.0), 0.0
+        self.at = {rank: Heartbeat() for rank in range(3)}
 
     def turn(self, seconds, stopped=(), **changes):
         for _ in range(seconds):
             self.clock += 1
             for rank, old in self.at.items():
                 if rank not in stopped:
-                    self.at[rank] = Record(**{**vars(old), "beat": old.beat + 1, **changes.get(f"of_{rank}", {})})
+                    self.at[rank] = Heartbeat(**{**vars(old), "beat": old.beat + 1, **changes.get(f"of_{rank}", {})})
                     self.ledger.update(rank, self.at[rank], self.clock)
 
     def reason(self):
@@ -282,8 +282,8 @@ Transformer.forward = planted
 RAISES = 'raise FloatingPointError("a planted error")'
 # As soon as the record of this rank, which is written once a second, has the micro-batch.
 DIES = """
-        from parallel_ops.train.launch.watch import Watch
-        write = Watch._write
+        from parallel_ops.train.launch.watchdog import Watchdog
+        write = Watchdog._write
 
         def last(self, *args, **options):
             text = self.activity.now[1]
@@ -291,7 +291,7 @@ DIES = """
             if "micro-batch 2" in text:
                 os.kill(os.getpid(), signal.{name})
 
-        Watch._write = last
+        Watchdog._write = last
         time.sleep(100)
 """
 
