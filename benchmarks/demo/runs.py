@@ -35,7 +35,7 @@ from parallel_ops.train.data.tokens import TokenFile, TokenStream
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.local import PLAIN, Failure
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import longest
 from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.report.progress import peak_memory
@@ -97,7 +97,7 @@ class _Rank(contextlib.AbstractContextManager["_Rank"]):
         if isinstance(self.steps, Trainer):
             self.steps.__exit__(kind, error, trace)
 
-    def train(self, _: Stopping) -> Result:
+    def train(self, _: GracefulShutdown) -> Result:
         rank = dist.get_rank() if dist.is_initialized() else 0
         store = _store(self.name, dist.TCPStore("localhost", self.port, timeout=_FOREVER))  # type: ignore[attr-defined]
         store.set(f"ready/{rank}", "null")

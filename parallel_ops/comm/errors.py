@@ -56,7 +56,7 @@ class Board:
         self.store.delete_key(self._key(topic, self.rank))
 
     def having(self, topic: str, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that have written."""
+        """The members of ``ranks`` that have written."""
         return [rank for rank in ranks if self.store.check([self._key(topic, rank)])]
 
     def read(self, topic: str, ranks: Iterable[int]) -> dict[int, str]:

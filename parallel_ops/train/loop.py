@@ -11,7 +11,7 @@ from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoin
 from parallel_ops.train.checkpoint.description import best_in, steps_in
 from parallel_ops.train.checkpoint.resume import checkpointer, save
 from parallel_ops.train.data.loader import Loader
-from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.report import outputs
 from parallel_ops.train.report.metrics import Metrics
 from parallel_ops.train.report.profile import Profile
@@ -26,13 +26,13 @@ _PAUSE_SECONDS = 5.0
 
 
 class Run(RunState, Protocol):
-    """What the loop needs of ``Trainer``."""
+    """The interface of ``Trainer`` for the loop."""
 
     @property
     def evaluation(self) -> Evaluation | None: ...
     @property
     def loader(self) -> Loader: ...
-    def step(self, *, asked: Callable[[], str | None], failed: Callable[[], bool]) -> Step: ...
+    def step(self, *, stop_signal: Callable[[], str | None], failed: Callable[[], bool]) -> Step: ...
     def evaluate(self) -> float: ...
 
 
@@ -95,7 +95,7 @@ def _closed(trainer: Run, store: Checkpoints | None) -> Iterator[None]:
         trainer.loader.close()
 
 
-def take_steps(trainer: Run, stopping: Stopping) -> Result:
+def take_steps(trainer: Run, stopping: GracefulShutdown) -> Result:
     """Takes the remaining steps; see ``Trainer.train``."""
     settings, evaluation = trainer.settings, trainer.evaluation
     interval, keep_best = settings.checkpoint.interval, settings.checkpoint.keep_best
@@ -114,7 +114,7 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
             while trainer.global_step < settings.run.steps:
                 with _observed(trace, profile):
                     step = trainer.step(
-                        asked=lambda: signals.asked, failed=lambda: store is not None and store.failed()
+                        stop_signal=lambda: signals.stop_signal, failed=lambda: store is not None and store.failed()
                     )
                     problem = check_finite(trainer, step)
                 is_best = False

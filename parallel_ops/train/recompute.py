@@ -82,7 +82,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 
     def alive() -> dict[int, int]:
         plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
-        # Those of a trace, which compiled code may hold, have no memory.
+        # Tensors of a trace, which compiled code may hold, have no memory.
         tensors = [t for t in plain if t.layout is torch.strided and not torch._is_functional_tensor(t)]
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 

@@ -20,7 +20,7 @@ class Step:
         skipped: No parameter was updated, since the norm is not finite.
         stop: The stop signal that any rank has received, or ``None``.
         save_failed: The checkpoint that was written beside the step has failed.
-        evaluation_loss: Of the evaluation after the step, if there was one.
+        evaluation_loss: Loss of the evaluation after the step, if there was one.
         without_target: No target of the step counts in the loss, which is then 0.
         experts: How evenly experts were used, by the names of ``expert_use.METRICS``; ``None`` without experts.
     """
@@ -47,7 +47,7 @@ class Result:
         step: Optimizer steps taken in total. loss: Loss of the last step of this call; NaN if it took none.
         stopped: The signal that stopped the run before its last step, ``"SIGTERM"`` or ``"SIGINT"``; else ``None``.
         checkpoint: The newest checkpoint in ``checkpoint.dir``, or ``None``.
-        evaluation_loss: Of the last evaluation of this call; ``None`` without one.
+        evaluation_loss: Loss of the last evaluation of this call; ``None`` without one.
         best: The lowest evaluation loss of the checkpoints in ``checkpoint.dir``, and its checkpoint, or ``None``.
     """
 

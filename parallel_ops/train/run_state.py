@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Evaluated(Protocol):
-    """What a run evaluates on.
+    """Evaluation data.
 
     Attributes:
         samples: The data. sequences: How many of them. targets: Those that counted in the last evaluation.
@@ -37,7 +37,7 @@ class RunState(Protocol):
         saved_step: Step of the newest checkpoint of this run; -1 for none.
         rank, world: This process and the number of processes.
         writers: Group of the checkpoints' messages; ``None`` for one process.
-        evaluation_loss: Of the evaluation after the last step, if there was one.
+        evaluation_loss: Loss of the evaluation after the last step, if there was one.
         origin: The checkpoint from which the run was resumed, if it was named.
         wandb_run: Id of the run at Weights & Biases, on rank 0; ``None`` before it has one.
         own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.

@@ -28,7 +28,7 @@ from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
-from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import Activity, group_timeout, longest, noted
 from parallel_ops.train.loop import take_steps
 from parallel_ops.train.results import Result, Step
@@ -56,7 +56,7 @@ class Trainer:
 
     Attributes:
         global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
-        evaluation_loss: Of the evaluation after the last step; ``None`` if there was none.
+        evaluation_loss: Loss of the evaluation after the last step; ``None`` if there was none.
         saved_step: Step of the newest checkpoint of this run, or of the one that it was resumed from; -1 for none.
         origin: The checkpoint from which the run was started, as checkpoints record it; ``None`` for none.
         own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
@@ -145,7 +145,7 @@ class Trainer:
                 f"{type(self).__name__!r} object has no attribute {name!r}{closed}", name=name, obj=self
             )
 
-    def train(self, stopping: Stopping | None = None) -> Result:
+    def train(self, stopping: GracefulShutdown | None = None) -> Result:
         """Takes the remaining steps, with checkpoints and logs as in the settings.
 
         SIGTERM and Ctrl-C end it after the current step, with a checkpoint. Lines and logs that cannot be written, as
@@ -157,15 +157,15 @@ class Trainer:
                 is needed and not installed.
         """
         with unbroken_output():
-            return take_steps(self, Stopping() if stopping is None else stopping)
+            return take_steps(self, GracefulShutdown() if stopping is None else stopping)
 
     def step(
-        self, *, asked: Callable[[], str | None] = lambda: None, failed: Callable[[], bool] = lambda: False
+        self, *, stop_signal: Callable[[], str | None] = lambda: None, failed: Callable[[], bool] = lambda: False
     ) -> Step:
         """Takes one step; all ranks call it.
 
         Args:
-            asked: Returns the stop signal that this rank has received, or ``None``. ``Step.stop`` has it on every rank.
+            stop_signal: Returns the signal that this rank has received, or ``None``; ``Step.stop`` has it on all.
             failed: Returns true if the current save has failed on this rank; ``Step.save_failed`` has it on every rank.
         """
         start = time.perf_counter()
@@ -192,7 +192,7 @@ class Trainer:
         self.samples_seen += settings.plan.global_batch
         use = expert_use(self.model, self.device)
         found, grad_norm, without_target, stop, unsaved, *of_experts = reduce_results(
-            total, norm, targets, asked(), failed(), self.mesh, use
+            total, norm, targets, stop_signal(), failed(), self.mesh, use
         )  # fmt: skip
         return Step(
             number=self.global_step, loss=found, grad_norm=grad_norm, lr=rate, seconds=time.perf_counter() - start,

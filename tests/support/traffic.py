@@ -20,7 +20,7 @@ from support.layers import mesh_of
 # Where a collective comes from says what it is: sums in rank order travel as other kinds.
 _SOURCES = {
     ("consistency.py", None): "agreement",
-    ("step_reductions.py", None): "report",
+    ("reductions.py", None): "report",
     ("expert_use.py", None): "report",
     ("context.py", "mean"): "report",
     ("primitives.py", "all_gather"): "all-gather",

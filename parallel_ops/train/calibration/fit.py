@@ -159,7 +159,7 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
         beside = measured.both - max(measured.product_beside, measured.collective_beside)
         shorter = min(measured.product_beside, measured.collective_beside)
         found["interference"] = min(1.0, max(0.01, beside / shorter))
-        # What overlap gains nothing for is not hidden.
+        # Overlap hides nothing here.
         found["tp_overlap"] = min(known.tp_overlap, 1 - found["interference"])
     constants = replace(known, **found)
 

@@ -1,4 +1,4 @@
-"""What each rank measures of its device and of the links to the others. All ranks measure at the same time, as they
+"""Measurements of a rank's device and of its links to the others. All ranks measure at the same time, as they
 compute in training: processes that share cores, memory or a bus slow each other down."""
 
 import statistics

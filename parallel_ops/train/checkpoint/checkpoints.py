@@ -182,7 +182,7 @@ def load(state: dict[str, Any], path: Path, group: ProcessGroup | None, metadata
     """Loads a checkpoint, or a part of it, into ``state``; all ranks call it. No code in a file is run.
 
     Args:
-        metadata: Of ``open_checked``, if that was called.
+        metadata: The result of ``open_checked``, if that was called.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of ``state``.

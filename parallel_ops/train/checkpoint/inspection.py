@@ -1,4 +1,4 @@
-"""What a checkpoint, a folder of checkpoints or a Hugging Face folder is."""
+"""Describes a checkpoint, a folder of checkpoints or a Hugging Face folder."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from parallel_ops.train.checkpoint.export import config_of
 
 
 def inspect(path: Path, *, verify: bool = False) -> dict[str, Any]:
-    """What ``path`` is, in plain values.
+    """Describes ``path`` in plain values.
 
     Args:
         verify: Read all files of a checkpoint and compare their checksums; otherwise their sizes.

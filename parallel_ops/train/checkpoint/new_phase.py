@@ -116,7 +116,7 @@ def _lines(
     trainer: "RunState", saved: Description, found: dict[str, list[str]], changes: list[str], merged: list[str],
     other_data: list[str], only_adapters: bool,
 ) -> list[str]:  # fmt: skip
-    """What is kept and what begins anew, a line each."""
+    """Lines that say what is kept and what begins anew."""
     base = f", the others are those of {_base_of(trainer) or 'the seed'}" if only_adapters else ""
     weights = f"{len(found['kept'])} weights{base}"
     lines = [f"kept: {weights}", f"kept: the optimizer's state of {len(found['states'])} parameters"]

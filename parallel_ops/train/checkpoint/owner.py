@@ -101,7 +101,7 @@ def _take_over(path: Path) -> None:
             f"checkpoint.dir {path.parent} is in use by another run, {_named(owner)}: wait for its end, or name "
             "another folder"
         )
-    # Of several runs that find it stale one renames it, and what another one created meanwhile is put back.
+    # If several runs find it stale, one renames it, and puts back what another one created meanwhile.
     aside = path.with_name(f"{FILE}-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)

@@ -48,7 +48,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _misplaced(state: dict[str, Any]) -> dict[str, ChunkStorageMetadata]:
-    """What this rank holds of each DTensor of which torch computes another part."""
+    """This rank's part of each DTensor for which torch computes another part."""
     found = {}
     for name, t in state.items():
         if not isinstance(t, DTensor) or t.device_mesh.get_coordinate() is None:

@@ -230,7 +230,7 @@ def _plain_config(trainer: "RunState") -> dict[str, Any] | None:
 
 def _data_of(trainer: "RunState") -> dict[str, Any]:
     samples, data = trainer.samples, trainer.settings.data
-    # Of others than the default, so that checkpoints from before these keys have the same data.
+    # Left out at the default, so that checkpoints from before these keys have the same data.
     more: dict[str, Any] = {} if data.packing == "concatenate" else {"packing": data.packing}
     if isinstance(samples, Growing):
         more["growing"] = samples.parts

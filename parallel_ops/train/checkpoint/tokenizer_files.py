@@ -26,7 +26,7 @@ def tokenizer_files(source: Path, vocab_size: int, ids: dict[str, Any]) -> tuple
 
     Args:
         source: A ``tokenizer.json``, which the settings beside it belong to, or a Hugging Face folder.
-        vocab_size: Of the model. ids: Those that its config.json had before, which stay.
+        vocab_size: Size of the model's vocabulary. ids: Ids that its config.json had before, which stay.
 
     Raises:
         FileNotFoundError: It is not there. ValueError: It is no tokenizer, or has more tokens than the model.

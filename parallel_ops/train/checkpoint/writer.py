@@ -33,7 +33,7 @@ class CheckpointWriter(FileSystemWriter):
     """Writes with checksums; the coordinator gives the folder its name ``final`` when all ranks have written.
 
     Args:
-        owner: Of the folder of checkpoints, on the coordinator.
+        owner: Owner of the folder of checkpoints, on the coordinator.
     """
 
     def __init__(

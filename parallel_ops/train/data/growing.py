@@ -24,7 +24,7 @@ from parallel_ops.train.data.tokens import Documents, TokenStream, files_of
 # Between the seeds of two parts; odd and large, as that between sources.
 _SEEDS = 0x2545F4914F6CDD1D
 
-# Of a file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens, and
+# A file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens, and
 # their digest.
 File = tuple[int, str, int, str]
 # Returns what rank 0 has found, on every rank.
@@ -41,9 +41,9 @@ class Growing:
     """Has the interface of ``Samples``, up to the end of the last part; ``reach`` adds parts.
 
     Args:
-        paths: As ``data.paths``; files of folders that begin with a dot are not read.
-        dtype: Of raw tokens. opened: Opens files.
-        seed: Of the run. options: Others of ``Samples``.
+        paths: The paths of ``data.paths``; files of folders that begin with a dot are not read.
+        dtype: NumPy dtype of raw tokens. opened: Opens files.
+        seed: Seed of the run. options: Further options of ``Samples``.
 
     Attributes:
         parts: The files of each part; none for one that has all files once more.
@@ -182,5 +182,5 @@ class Growing:
         return part.file_of(own, token)
 
 
-# What a run takes its samples from.
+# Sources of a run's samples.
 AnySamples = Samples | Mixture | Growing

@@ -22,7 +22,7 @@ class Mixture:
     """Samples of several sources. Has the interface of ``Samples``.
 
     Args:
-        sources: Of one sequence length, document mask and order. weights: Positive, of any sum.
+        sources: Samples of one sequence length, document mask and order. weights: Positive numbers of any sum.
 
     Attributes:
         stream: The documents of all sources, one source behind the other.

@@ -41,7 +41,7 @@ class Permutation:
         self._keys = np.random.SeedSequence([seed, epoch], spawn_key=(_KEYS,)).generate_state(rounds, np.uint64)
 
     def __call__(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each item goes: int64, of the shape of ``items``, which are below ``size``."""
+        """The place of each item: int64, of the shape of ``items``, which are below ``size``."""
         found = self._network(items.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._network(found[outside])

@@ -11,7 +11,7 @@ class SourceSettings(Section):
     """A source of a mixture; see ``train.data.mixture``.
 
     Attributes:
-        paths: As ``data.paths``.
+        paths: Paths, as in ``data.paths``.
         weight: Share of the samples, relative to the weights of the other sources.
     """
 
@@ -56,7 +56,7 @@ class EvaluationSettings(Section):
     """Evaluation on data that is not trained on: the mean loss, without dropout; see ``train.step.evaluation``.
 
     Attributes:
-        paths: As ``data.paths``, of the same format; or
+        paths: Paths, as in ``data.paths``, of the same format; or
         share: the last share of the tokens of ``data.paths``, which is then not trained on.
         interval: Steps between two evaluations; 0 evaluates after the last step only.
         sequences: Sequences that are evaluated, the first of the data; ``"none"`` for all.

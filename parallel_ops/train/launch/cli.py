@@ -68,7 +68,7 @@ def settings_for(
 
 
 def train(settings: Settings, start: Start, *, strict: bool) -> int:
-    """As ``_train``, whether or not somebody reads what is printed."""
+    """Trains and returns the exit code, even if nothing reads its output."""
     with unbroken_output():
         return _train(settings, start, strict=strict)
 

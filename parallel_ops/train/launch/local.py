@@ -33,7 +33,7 @@ from parallel_ops.comm.errors import named
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import during, is_lost, longest
 from parallel_ops.train.launch.worker import run_rank
 from parallel_ops.train.planner_bridge import uses_cuda
@@ -212,7 +212,7 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
 
     try:
         with unbroken_output():
-            result = run_rank(settings, start, Stopping(), report, note)
+            result = run_rank(settings, start, GracefulShutdown(), report, note)
         running.rename(running.with_name(f"finished-{os.getpid()}-{rank}"))
         return result
     except Exception as error:

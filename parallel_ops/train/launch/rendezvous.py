@@ -18,7 +18,7 @@ def under_torchrun() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
-# What srun, Open MPI, and MPICH with its kin tell a process: its rank, and how many there are.
+# Variables of srun, Open MPI and the MPICH family with a process's rank and the number of ranks.
 _STARTERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),

@@ -12,18 +12,18 @@ _ECHO = 2.0
 SIGNALS = (signal.SIGTERM.name, signal.SIGINT.name)
 
 
-class Stopping:
-    """A context in which ``asked`` is the name of the first signal received, or ``None``.
+class GracefulShutdown:
+    """A context in which ``stop_signal`` is the name of the first signal received, or ``None``.
 
     A later signal has its original effect. Outside the main thread, where Python receives no signals, nothing changes.
     """
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.stop_signal: str | None = None
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "Stopping":
+    def __enter__(self) -> "GracefulShutdown":
         if threading.current_thread() is threading.main_thread():
             self._before = {s: signal.signal(s, self._note) for s in map(signal.Signals.__getitem__, SIGNALS)}
         return self
@@ -34,8 +34,8 @@ class Stopping:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is None:
-            self.asked, self._since = signal.Signals(number).name, time.monotonic()
+        if self.stop_signal is None:
+            self.stop_signal, self._since = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self._since > _ECHO:
             self._restore()
             os.kill(os.getpid(), number)

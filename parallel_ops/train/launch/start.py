@@ -22,7 +22,7 @@ from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
-from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import is_lost
 from parallel_ops.train.launch.worker import propagate, run_rank
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
@@ -111,7 +111,7 @@ def run(settings: Settings, start: Start) -> Stopped:
         recorded: Callable[[Settings, Start], Any] = record(_under_torchrun)  # writes an error to torchrun's file
         return recorded(settings, start)
     if settings.plan.gpus == 1:
-        result = run_rank(settings, start, Stopping(), lambda _: None)
+        result = run_rank(settings, start, GracefulShutdown(), lambda _: None)
         return Stopped(result, result.stopped)
     return run_here(settings, start)
 
@@ -137,7 +137,7 @@ def _report(message: str) -> None:
 
 
 def _under_torchrun(settings: Settings, start: Start) -> Stopped:
-    stopping = Stopping()
+    stopping = GracefulShutdown()
     if start.elastic and first_rank() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         print(_SHARED, file=sys.stderr, flush=True)
     try:
@@ -147,7 +147,7 @@ def _under_torchrun(settings: Settings, start: Start) -> Stopped:
             raise
         raise Failure(str(error).partition("\n")[0]) from None
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if start.elastic and result.stopped and stopping.asked is None and restarts < most:
+    if start.elastic and result.stopped and stopping.stop_signal is None and restarts < most:
         # A node leaves, and its agent exits with it. This rank fails so that its own agent restarts the run with the
         # remaining nodes. When a node joins, the agent stops this rank a moment later, which is no failure.
         time.sleep(_NOTICE)

@@ -17,7 +17,7 @@ from parallel_ops.train.launch.malloc import keep_freed_memory
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, meet, under_torchrun
 from parallel_ops.train.launch.settings import RunSettings
-from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import Activity, Watchdog, group_timeout, longest
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import Result
@@ -26,7 +26,7 @@ from parallel_ops.train.trainer import Trainer
 
 
 def run_rank(
-    settings: Settings, start: Start, stopping: Stopping, report: Callable[[str], None],
+    settings: Settings, start: Start, stopping: GracefulShutdown, report: Callable[[str], None],
     note: Callable[[str], None] | None = None,
 ) -> Result:  # fmt: skip
     """Runs this rank, in a process group if the plan has several ranks.

@@ -49,7 +49,7 @@ class RecomputeSettings(Section):
     """Activation recomputation; see ``train.recompute``.
 
     Attributes:
-        kind: What is recomputed. every: Recompute every n-th block.
+        kind: Recomputed part of a block. every: Recompute every n-th block.
     """
 
     kind: Literal["none", "selective", "full", "experts"] = "none"

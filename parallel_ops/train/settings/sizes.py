@@ -16,7 +16,7 @@ def float8_problem(config: TransformerConfig, tp: int, at_the_ends: int) -> str 
     """Names a linear whose part on a tensor-parallel rank has sizes that float8 does not take; ``None`` for none.
 
     Args:
-        at_the_ends: As many layers at the start, and at the end, that stay in 16 bits.
+        at_the_ends: Number of layers at the start, and at the end, that stay in 16 bits.
     """
     for name, linear in linears_of(Transformer(config, device="meta")).items():
         if not at_the_ends <= int(name.split(".")[1]) < config.num_layers - at_the_ends:

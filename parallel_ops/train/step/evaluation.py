@@ -34,7 +34,7 @@ class Evaluation:
         trainer: The run. samples: The data, in its own order. loader: Reads it.
 
     Attributes:
-        samples: What is evaluated on. sequences: How many of them. targets: Those that counted in the last evaluation.
+        samples: Evaluation data. sequences: Number of sequences. targets: Targets counted in the last evaluation.
         best: The lowest loss so far; ``None`` before the first.
     """
 
@@ -44,7 +44,7 @@ class Evaluation:
         self.interval = own.interval
         self.sequences = min(samples.in_epoch, own.sequences or samples.in_epoch)
         self.samples, self._evaluated = samples, False
-        # As many at a time as in a step, so that memory does not grow with the data.
+        # The number of a step, so that memory does not grow with the data.
         self._at_once = plan.micro_batches
         self.best: float | None = None
         self.targets = 0

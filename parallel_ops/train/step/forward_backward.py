@@ -51,9 +51,9 @@ class ForwardBackward(abc.ABC):
         """Computes gradients, complete over all ranks.
 
         Args:
-            shares: Of each micro-batch in the loss of the step. counts: Its number of targets.
-            scale: Factor of the gradients. seeds: Of dropout in each micro-batch.
-            what, slow: Of the activities.
+            shares: Share of each micro-batch in the loss of the step. counts: Its number of targets.
+            scale: Factor of the gradients. seeds: Dropout seed of each micro-batch.
+            what, slow: Text and limit of the activities.
 
         Returns:
             This rank's share of the loss of the step, a scalar.
@@ -64,7 +64,7 @@ class ForwardBackward(abc.ABC):
         """Computes losses without gradients; the model is in eval mode.
 
         Args:
-            batches: Any number of micro-batches. counts: Number of targets of each. what, slow: Of the activities.
+            batches: Any number of micro-batches. counts: Number of targets of each. what, slow: See ``run``.
 
         Returns:
             The sum of the losses of all targets, and their number, float64 ``[2]``; zeros where the loss is computed on

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel_ops._internal.distributed.shards import local_box
 
 _COEFFICIENTS, _STEPS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-# Of a stack at a time: NS has four tensors of that size, 128 MiB each.
+# Elements of a stack at a time: NS has four tensors of that size, 128 MiB each.
 _ELEMENTS = 1 << 26
 
 

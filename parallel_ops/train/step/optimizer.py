@@ -63,7 +63,7 @@ def optimizer_of(model: nn.Module, settings: "OptimizerSettings") -> torch.optim
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Of the layers' linears and experts: not of embeddings, the output layer and routers."""
+    """True for weights of linears and experts of the layers; false for embeddings, the output layer and routers."""
     stacked = parameter.dim() == 3 and ".experts." in name
     return (parameter.dim() == 2 or stacked) and name.startswith("layers.") and ".router." not in name
 
@@ -72,7 +72,7 @@ def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float
     """The learning rate of a step, counted from 0: linear warmup to ``lr``, then the schedule.
 
     Args:
-        steps: That the schedule spans; later ones have the last rate.
+        steps: Steps that the schedule spans; later ones have the last rate.
 
     ``"wsd"`` is warmup, stable, decay (Hu et al., arXiv:2404.06395).
     """

@@ -44,7 +44,7 @@ def count_targets(
 
 
 def reduce_results(
-    loss: Tensor, norm: Tensor, targets: int | Tensor, asked: str | None, failed: bool, mesh: ParallelMesh,
+    loss: Tensor, norm: Tensor, targets: int | Tensor, stop_signal: str | None, failed: bool, mesh: ParallelMesh,
     further: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The mean loss, the gradient norm, whether there was no target, a stop signal, whether a save failed.
@@ -53,11 +53,11 @@ def reduce_results(
 
     Args:
         loss: This rank's share of the loss, a scalar. norm: The norm over all ranks, a scalar.
-        targets: Of all ranks, as ``count_targets`` returns them.
-        asked: The stop signal of this rank, if any. failed: The save beside the steps has failed on this rank.
+        targets: Targets of all ranks, as ``count_targets`` returns them.
+        stop_signal: The stop signal of this rank, if any. failed: The save beside the steps has failed on this rank.
         further: Values of all ranks, returned behind the others.
     """
-    flags = [*(asked == name for name in SIGNALS), failed]
+    flags = [*(stop_signal == name for name in SIGNALS), failed]
     values = torch.cat([loss[None], loss.new_tensor(flags)])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
@@ -72,7 +72,7 @@ def reduce_results(
 
 
 def of_first_rank(compute: Callable[[], T]) -> T:
-    """What ``compute`` returns on rank 0, on every rank; all ranks call it.
+    """Computes on rank 0 and returns the result on every rank; all ranks call it.
 
     Raises:
         ValueError, OSError, ImportError: Rank 0 raised it.
