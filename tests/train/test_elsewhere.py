@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("pydantic")
-
 from support import elsewhere, plans
 from support import trainer as runs
 from support.distributed import ranks
@@ -65,11 +63,6 @@ CASES = {
         {**GQA, "num_kv_heads": 2, "qk_norm": True, "qk_norm_over": "all_heads"}, {"tp": 4, **SP}, {},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

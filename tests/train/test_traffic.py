@@ -11,8 +11,6 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.planner_bridge import cluster_of, forecast, model_of, rank_memory

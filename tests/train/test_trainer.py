@@ -18,19 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
 from parallel_ops.train.step.reductions import count_targets
 from support import trainer as runs
 from support.distributed import ranks
 
 BATCH = 8
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def close(got, want):

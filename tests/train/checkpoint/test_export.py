@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("pydantic")
 pytest.importorskip("safetensors")
 
 import safetensors.torch
@@ -21,11 +20,6 @@ from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
 from support import trainer as runs
 from support.distributed import ranks
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

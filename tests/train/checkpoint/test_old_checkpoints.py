@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
 from support import trainer as runs

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train import CheckpointError, Trainer
 from parallel_ops.train.checkpoint import owner as owners
 from parallel_ops.train.checkpoint import resume
@@ -21,11 +19,6 @@ from parallel_ops.train.checkpoint.owner import FILE, Owner
 from parallel_ops.train.checkpoint.removal import remove
 from support import trainer as runs
 from support.distributed import ranks
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def names(folder):

@@ -4,10 +4,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("pydantic")
-pytest.importorskip("typer")
-
 from typer.testing import CliRunner
 
 from parallel_ops import _commands
@@ -17,11 +13,6 @@ from support import trainer as runs
 from support.distributed import ranks
 
 LLAMA = runs.MODELS["llama"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def parallel_ops(*arguments):

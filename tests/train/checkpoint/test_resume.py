@@ -6,11 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pydantic")
-pytest.importorskip("typer")
-pytest.importorskip("matplotlib")
-
 from typer.testing import CliRunner
 
 from parallel_ops import _commands

@@ -13,9 +13,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("pydantic")
-
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from parallel_ops.train import CheckpointError, Trainer

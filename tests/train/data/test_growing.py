@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train.checkpoint.inspection import described, inspect
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.tokens import TokenStream

@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.checkpoint.resume import _data_of

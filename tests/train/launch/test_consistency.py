@@ -8,10 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-pytest.importorskip("pydantic")
-pytest.importorskip("typer")
-pytest.importorskip("matplotlib")
-
 from parallel_ops.comm.errors import named
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import read_settings

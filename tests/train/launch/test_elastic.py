@@ -13,8 +13,6 @@ import time
 
 import pytest
 
-pytest.importorskip("pydantic")
-
 from support import trainer as runs
 
 

@@ -13,19 +13,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train import CheckpointError, Trainer, loop
 from parallel_ops.train.checkpoint import checkpoints
 from support import trainer as runs
 from support.distributed import Raised, Ranks, ranks
 
 TWO = {"dp": 2, "zero": 3, "global_batch": 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,6 @@ import pytest
 import torch
 from torch.distributed import Backend, HashStore
 from torch.distributed.distributed_c10d import BackendConfig
-
-pytest.importorskip("pydantic")
-pytest.importorskip("typer")
-pytest.importorskip("matplotlib")
-
 from typer.testing import CliRunner
 
 from parallel_ops._internal.command_line import INTERRUPTED

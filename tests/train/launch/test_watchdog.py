@@ -9,10 +9,6 @@ import time
 
 import pytest
 
-pytest.importorskip("pydantic")
-pytest.importorskip("typer")
-pytest.importorskip("matplotlib")
-
 from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.launch.heartbeats import SLOW, Clock, Heartbeat, Heartbeats
 from parallel_ops.train.launch.settings import RunSettings

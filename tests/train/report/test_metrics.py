@@ -7,18 +7,11 @@ import types
 
 import pytest
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train import Trainer
 from parallel_ops.train.report import metrics, outputs, throughput
 from parallel_ops.train.report.metrics import Metrics, continued, save_plot
 from parallel_ops.train.results import Step
 from support import trainer as runs
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def lines(path):

@@ -1,9 +1,5 @@
 """Random settings: what ``Settings`` accept trains as one process does; all else is a ValueError of theirs."""
 
-import pytest
-
-pytest.importorskip("pydantic")
-
 from support import plans
 from support import trainer as runs
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.models import Llama3Scaling, YarnScaling
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.export import export

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.checkpoint.description import best_in
 from parallel_ops.train.data.split import split
@@ -22,11 +20,6 @@ from support import trainer as runs
 from support.distributed import ranks
 
 BATCH = 8
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel.cut import Stages
 from support import trainer as runs
@@ -15,11 +13,6 @@ from support.distributed import ranks
 
 BATCH = 8
 FOUR = {**runs.MODELS["experts"], "num_layers": 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def settings_of(data, parallel, /, experts=None, **sections):

@@ -18,11 +18,6 @@ MODEL = runs.MODELS["llama"] | {"num_layers": 3, "ffn_hidden_size": 64}
 FP8 = {"dtype": "bf16", "fp8": "current", "fp8_emulation": True}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
-
-
 def settings_of(data, precision=FP8, **sections):
     return runs.settings_of(data, **{"model": MODEL, "precision": precision, **sections})
 

@@ -4,17 +4,10 @@ import itertools
 
 import pytest
 
-pytest.importorskip("pydantic")
-
 from support import trainer as runs
 from support.distributed import ranks
 
 BATCH = 8
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def test_half_precision_finds_a_scale(data):

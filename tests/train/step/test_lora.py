@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("pydantic")
 pytest.importorskip("safetensors")
 
 import safetensors.torch
@@ -21,11 +20,6 @@ from support import trainer as runs
 from support.distributed import ranks
 
 LLAMA = runs.MODELS["llama"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def settings_of(data, **sections):

@@ -7,8 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.models import Transformer
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.step.muon import _each, _orthogonal, newton_schulz
@@ -18,11 +16,6 @@ from support import trainer as runs
 from support.distributed import ranks
 
 MUON = {"kind": "muon", "lr": 1e-2, "momentum": 0.9}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 class Layers(nn.Module):

@@ -6,8 +6,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.pipeline_parallel import schedule_of
 from parallel_ops.train.planner_bridge import Device, replan
 from support import trainer as runs
@@ -15,11 +13,6 @@ from support.distributed import ranks
 
 BATCH = 8
 FOUR = {"num_layers": 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
 def settings_of(data, parallel, /, **sections):

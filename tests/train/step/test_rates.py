@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("pydantic")
-
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of
 from parallel_ops.train.step.settings import OptimizerSettings
 

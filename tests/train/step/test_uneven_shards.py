@@ -6,9 +6,6 @@ Eight ranks, since four cannot show the fault: two cuts in two parts each are th
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("pydantic")
-
 from safetensors.torch import load_file
 
 from parallel_ops.models import Transformer, TransformerConfig
