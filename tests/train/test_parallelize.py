@@ -140,13 +140,16 @@ def test_blocks_that_are_not_there():
         parallelize(nn.Linear(2, 2), ParallelMesh(), blocks="blocks.*")
 
 
-@pytest.mark.parametrize("reduction", ["exact", "backend"])
-def test_the_trainers_model_has_the_reduction_of_its_settings(reduction):
+@pytest.mark.parametrize("grad_reduce", ["fp32", "backend"])
+def test_the_trainers_model_has_the_reduction_of_its_settings(grad_reduce):
     pytest.importorskip("pydantic")
     model = {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
     given = {
-        "model": {**model, "reduction": reduction},
+        "model": {**model, "grad_reduce": grad_reduce},
         "data": {"paths": ["tokens.bin"]},
         "parallel": {"dp": 2, "tp": 2, "global_batch": 8},
     }
-    assert ranks(4).run(parallelized.reductions_of_settings, given) == [{reduction}] * 4
+    assert (
+        ranks(4).run(parallelized.reductions_of_settings, given)
+        == [{"exact" if grad_reduce == "fp32" else grad_reduce}] * 4
+    )

@@ -11,7 +11,7 @@ from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.models.rotary_scaling import RotaryScaling
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 from parallel_ops.train.settings.section import Folder, Positive, Section
 
 
@@ -57,15 +57,15 @@ class _ModelSettings(Section):
             Beside it may stand what changes no weight: ``seq_length`` and ``rotary_scaling``, say.
         overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
             ``ParallelMoE``.
-        reduction: How the linears add partial sums of the tensor-parallel ranks, see ``all_gather_linear``: "exact", in
-            rank order in fp32, or "backend", by the collectives of the group's backend.
+        grad_reduce: How the linears add partial sums of the tensor-parallel ranks, see ``all_gather_linear``: "fp32",
+            in rank order in fp32, or "backend", by the collectives of the group's backend.
         aux_loss_over: Replaces that of ``experts``, for a ``dir`` too; see ``ExpertsConfig``.
         freeze: Patterns of names of parameters that are not trained, such as ``"tokens.*"`` or ``"layers.0.*"``.
     """
 
     dir: Folder | None = None
     overlap: Overlap = "auto"
-    reduction: Reduction = "exact"
+    grad_reduce: Literal["fp32", "backend"] = "fp32"
     aux_loss_over: Literal["layer", "model"] | None = None
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
 

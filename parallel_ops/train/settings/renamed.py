@@ -4,9 +4,12 @@ import json
 from typing import Any
 
 # Old key: new key. Both as ``section.key``.
-KEYS: dict[str, str] = {}
+KEYS = {"model.reduction": "model.grad_reduce"}
 # New key: {old value: new value}.
-VALUES: dict[str, dict[Any, Any]] = {"parallel.cp_kind": {"all-to-all": "all_to_all"}}
+VALUES: dict[str, dict[Any, Any]] = {
+    "model.grad_reduce": {"exact": "fp32"},
+    "parallel.cp_kind": {"all-to-all": "all_to_all"},
+}
 
 
 def hint(name: str, given: Any) -> str | None:

@@ -64,6 +64,7 @@ def test_commands_read_it(stored, kind):
     assert (found["step"], found["best"]) == (3, str(stored / kind / "step-00000003"))
     assert found["plan"] == "cp_kind=all_to_all,global_batch=8,dtype=fp32,fused_loss=true"
     assert found["settings"]["parallel"]["cp_kind"] == "all_to_all"
+    assert found["settings"]["model"]["grad_reduce"] == "backend" and "reduction" not in found["settings"]["model"]
     if kind == "adamw":
         assert export(stored / kind, stored / "folder")["step"] == 3
         assert json.loads((stored / "folder" / "config.json").read_text())["hidden_size"] == 8

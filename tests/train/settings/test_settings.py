@@ -45,9 +45,9 @@ def test_a_file_and_changes_to_it(file):
     assert (settings.plan.zero, settings.plan.dtype, settings.seq_length) == (3, "bf16", 32)
 
 
-def test_the_models_reduction_is_exact_unless_set(file):
-    assert read_settings(file).model.reduction == "exact"
-    assert read_settings(file, ["model.reduction=backend"]).model.reduction == "backend"
+def test_partial_sums_are_added_in_fp32_unless_set(file):
+    assert read_settings(file).model.grad_reduce == "fp32"
+    assert read_settings(file, ["model.grad_reduce=backend"]).model.grad_reduce == "backend"
 
 
 def test_tables_of_the_model(file):
@@ -114,7 +114,9 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("optimizer.warmup=1001", "optimizer.warmup 1001 is more than run.steps 1000: lower it, or raise run.steps"),
         ("run.steps=true", "run.steps: input should be a valid integer, got True"),
         ("model.num_heads=5", "must be a multiple of num_heads"),
-        ("model.reduction=fp32", "model.reduction: input should be 'exact' or 'backend', got 'fp32'"),
+        ("model.grad_reduce=exact", "model.grad_reduce: input should be 'fp32' or 'backend', got 'exact'"),
+        ("model.reduction=exact", 'model.reduction is now model.grad_reduce: grad_reduce = "fp32"'),
+        ("model.reduction=backend", 'model.reduction is now model.grad_reduce: grad_reduce = "backend"'),
         ("model.dir=nowhere", "model.dir has the shape of the model: leave out hidden_size, num_heads"),
         ("data.seq_length=64", "data.seq_length is 64, but the model's sequences have at most 32"),
         ("data.paths=[]", "data.paths"),
