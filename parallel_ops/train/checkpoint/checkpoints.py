@@ -11,7 +11,7 @@ the earlier ones intact. Errors of what is deleted are warnings; see ``removal``
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Checkpoints:
                 act()
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
-        if problems := _of_all_ranks(problems, self.group):
+        if problems := of_all(problems, self.group):
             raise CheckpointError(problems[0])
 
     def save(self, state: dict[str, Any], description: Description) -> None:
@@ -264,17 +264,17 @@ def verified(path: Path, group: ProcessGroup | None) -> Sums:
 
 def _agree(problems: list[str], path: Path, group: ProcessGroup | None) -> None:
     """CheckpointError: A rank has found a problem; raised on every rank."""
-    if problems := _of_all_ranks(problems, group):
+    if problems := of_all(problems, group):
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise _damaged(f"{problems[0]}{more}", path)
 
 
-def _of_all_ranks(problems: list[str], group: ProcessGroup | None) -> list[str]:
-    if group is None:
-        return problems
-    everyone: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, problems, group=group)
-    return sorted({problem for found in everyone for problem in found})
+def of_all(names: Iterable[str], group: ProcessGroup | None) -> list[str]:
+    """The names of all ranks, each once; all ranks call it."""
+    everyone: list[list[str]] = [list(names)] * (1 if group is None else group.size())
+    if group is not None:
+        dist.all_gather_object(everyone, everyone[0], group=group)
+    return list(dict.fromkeys(name for some in everyone for name in some))
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints
-from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
-from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of, of_all, some_of
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description, of_all
+from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of, some_of
 from parallel_ops.train.data.growing import Growing
 
 if TYPE_CHECKING:

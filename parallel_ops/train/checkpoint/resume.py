@@ -4,12 +4,9 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from parallel_ops._internal.files import digest_of
@@ -17,7 +14,7 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
-from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description, of_all
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.step.reductions import of_first_rank
@@ -247,16 +244,6 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
         "document_mask": samples.document_mask,
         "shuffle": samples.shuffle,
     }
-
-
-def of_all(names: Iterable[str], group: ProcessGroup | None) -> list[str]:
-    """The names of all ranks: a pipeline stage has some."""
-    own = list(names)
-    if group is None:
-        return own
-    everyone: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, own, group=group)
-    return list(dict.fromkeys(name for some in everyone for name in some))
 
 
 def some_of(names: list[str]) -> str:

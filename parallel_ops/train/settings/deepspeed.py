@@ -10,6 +10,7 @@ Keys: DeepSpeed 0.19, ``runtime/constants.py``, ``runtime/zero/config.py``, ``ru
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,18 @@ from parallel_ops.planner.plan import Plan, parse_fields
 
 Kind = type | tuple[type, ...]
 
-# Keys without effect on results; a dot separates table and key.
-_HINTS = frozenset(
-    """
-    wall_clock_breakdown memory_breakdown dump_state zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    disable_allgather checkpoint.tag_validation checkpoint.load_universal checkpoint.use_node_local_storage
-    checkpoint.parallel_write
-    zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
-    zero_optimization.reduce_bucket_size zero_optimization.allgather_partitions
-    zero_optimization.allgather_bucket_size zero_optimization.round_robin_gradients zero_optimization.sub_group_size
-    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
-    zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
-    zero_optimization.stage3_gather_16bit_weights_on_model_save
-    zero_optimization.stage3_module_granularity_threshold zero_optimization.memory_efficient_linear
-    zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
-    zero_optimization.ignore_unused_parameters zero_optimization.use_all_reduce_for_fetch_params
-    zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_optimizer.buffer_count
-    zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.pipeline_read
-    zero_optimization.offload_optimizer.pipeline_write zero_optimization.offload_param.pin_memory
-    zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
-    zero_optimization.offload_param.max_in_cpu fp16.auto_cast bf16.auto_cast optimizer.params.torch_adam
-    optimizer.params.fused optimizer.legacy_fusion
-    """.split()  # noqa: SIM905
-)
+# Patterns of keys without effect on results; a dot separates table and key.
+_HINTS = (
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer", "disable_allgather",
+    "zero_force_ds_cpu_optimizer", "checkpoint.*", "*.auto_cast", "optimizer.params.torch_adam",
+    "optimizer.params.fused", "optimizer.legacy_fusion",
+    *(f"zero_optimization.{name}" for name in (
+        "overlap_comm", "contiguous_gradients", "reduce_scatter", "*bucket_size", "allgather_partitions", "stage3_*",
+        "round_robin_gradients", "sub_group_size", "memory_efficient_linear", "load_from_fp32_weights",
+        "elastic_checkpoint", "ignore_unused_parameters", "use_all_reduce_for_fetch_params", "offload_*.pin_memory",
+        "offload_*.buffer_*", "offload_*.fast_init", "offload_*.pipeline_*", "offload_*.max_in_cpu",
+    )),
+)  # fmt: skip
 # Keys that select features which are not supported, and the values with which they are off.
 _OFF = dict.fromkeys(
     """
@@ -116,9 +106,9 @@ class _Reader:
             if fixed is not None:
                 if value not in fixed:
                     raise self._error(key, f"cannot be {value!r}, only {' or '.join(map(repr, fixed))}")
-            elif key in _HINTS or self._off(key):
-                hints += [key] if key in _HINTS else []
-            else:
+            elif any(fnmatchcase(key, pattern) for pattern in _HINTS):
+                hints.append(key)
+            elif not self._off(key):
                 raise self._error(key, f"is not supported, got {value!r}")
         if hints:
             warnings.warn(f"{self.name}: without effect here: {', '.join(sorted(hints))}", stacklevel=2)
