@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints
 from parallel_ops.train.checkpoint.description import best_in, steps_in
 from parallel_ops.train.checkpoint.resume import checkpointer, save
-from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.report import outputs
 from parallel_ops.train.report.metrics import Metrics
@@ -19,21 +17,9 @@ from parallel_ops.train.report.progress import Progress
 from parallel_ops.train.report.trace import Trace
 from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.run_state import RunState
-from parallel_ops.train.step.evaluation import Evaluation
 
 # Seconds before the last try to save, in which a file server may come back.
 _PAUSE_SECONDS = 5.0
-
-
-class Run(RunState, Protocol):
-    """The interface of ``Trainer`` for the loop."""
-
-    @property
-    def evaluation(self) -> Evaluation | None: ...
-    @property
-    def loader(self) -> Loader: ...
-    def step(self, *, stop_signal: Callable[[], str | None], failed: Callable[[], bool]) -> Step: ...
-    def evaluate(self) -> float: ...
 
 
 @contextlib.contextmanager
@@ -47,7 +33,7 @@ def _observed(*observers: Trace | Profile) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _saving(trainer: Run, store: Checkpoints) -> Iterator[None]:
+def _saving(trainer: RunState, store: Checkpoints) -> Iterator[None]:
     """Saves again if a save that the block starts or waits for fails: at once, then after a pause. All ranks do.
 
     Raises:
@@ -71,7 +57,7 @@ def _saving(trainer: Run, store: Checkpoints) -> Iterator[None]:
     raise failure
 
 
-def _save_last(trainer: Run, store: Checkpoints) -> None:
+def _save_last(trainer: RunState, store: Checkpoints) -> None:
     with _saving(trainer, store):
         if trainer.saved_step != trainer.global_step:
             save(trainer, store)
@@ -80,7 +66,7 @@ def _save_last(trainer: Run, store: Checkpoints) -> None:
 
 
 @contextlib.contextmanager
-def _closed(trainer: Run, store: Checkpoints | None) -> Iterator[None]:
+def _closed(trainer: RunState, store: Checkpoints | None) -> Iterator[None]:
     """Ends what works beside the steps. After an error, that of the current save is a warning."""
     try:
         yield
@@ -95,7 +81,7 @@ def _closed(trainer: Run, store: Checkpoints | None) -> Iterator[None]:
         trainer.loader.close()
 
 
-def take_steps(trainer: Run, stopping: GracefulShutdown) -> Result:
+def take_steps(trainer: RunState, stopping: GracefulShutdown) -> Result:
     """Takes the remaining steps; see ``Trainer.train``."""
     settings, evaluation = trainer.settings, trainer.evaluation
     interval, keep_best = settings.checkpoint.interval, settings.checkpoint.keep_best
@@ -165,7 +151,7 @@ def check_finite(trainer: RunState, step: Step) -> NotFinite | None:
     return None
 
 
-def _begin(trainer: Run, store: Checkpoints | None, stack: contextlib.ExitStack) -> None:
+def _begin(trainer: RunState, store: Checkpoints | None, stack: contextlib.ExitStack) -> None:
     if store is not None:
         stack.callback(store.close)
         store.begin(trainer.global_step)
@@ -173,7 +159,7 @@ def _begin(trainer: Run, store: Checkpoints | None, stack: contextlib.ExitStack)
         trainer.evaluation.begin()
 
 
-def _result(trainer: Run, store: Checkpoints | None, last: Step | None, evaluated: float | None) -> Result:
+def _result(trainer: RunState, store: Checkpoints | None, last: Step | None, evaluated: float | None) -> Result:
     found = {} if store is None else steps_in(store.folder)
     return Result(
         step=trainer.global_step,

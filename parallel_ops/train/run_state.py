@@ -1,5 +1,7 @@
-"""The interface of ``Trainer`` for checkpoints, metrics and progress lines."""
+"""The interface of ``Trainer`` for the loop, checkpoints, metrics and progress lines, which it uses itself."""
 
+import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -8,8 +10,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.data.growing import AnySamples
+from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.launch.watchdog import Activity
+from parallel_ops.train.results import Step
 from parallel_ops.train.step.forward_backward import ForwardBackward
 from parallel_ops.train.step.optimizer import LossScale
 
@@ -28,8 +32,13 @@ class Evaluated(Protocol):
     sequences: int
     targets: int
 
+    def begin(self) -> None: ...
+    def due(self) -> bool: ...
+    def is_best(self, loss: float) -> bool: ...
+    def run(self) -> float: ...
 
-class RunState(Protocol):
+
+class RunState(abc.ABC):
     """The state of a run.
 
     Attributes:
@@ -43,37 +52,32 @@ class RunState(Protocol):
         own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
     """
 
+    settings: "Settings"
+    mesh: ParallelMesh
+    device: torch.device
+    rank: int
+    world: int
+    samples: AnySamples
+    loader: Loader
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scale: LossScale
+    forward_backward: ForwardBackward
+    activity: Activity
+    evaluation: Evaluated | None
+    writers: ProcessGroup | None
     global_step: int
     samples_seen: int
     saved_step: int
     evaluation_loss: float | None
     wandb_run: str | None
+    origin: str | None
     own_base: bool
-    activity: Activity
 
-    @property
-    def settings(self) -> "Settings": ...
-    @property
-    def mesh(self) -> ParallelMesh: ...
-    @property
-    def samples(self) -> AnySamples: ...
-    @property
-    def evaluation(self) -> Evaluated | None: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def forward_backward(self) -> ForwardBackward: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def scale(self) -> LossScale: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def writers(self) -> ProcessGroup | None: ...
-    @property
-    def origin(self) -> str | None: ...
+    @abc.abstractmethod
+    def step(
+        self, *, stop_signal: Callable[[], str | None] = lambda: None, failed: Callable[[], bool] = lambda: False
+    ) -> Step: ...
+
+    @abc.abstractmethod
+    def evaluate(self) -> float: ...

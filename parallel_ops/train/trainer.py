@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
@@ -32,6 +31,7 @@ from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import Activity, group_timeout, longest, noted
 from parallel_ops.train.loop import take_steps
 from parallel_ops.train.results import Result, Step
+from parallel_ops.train.run_state import RunState
 from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
 from parallel_ops.train.step.expert_use import expert_use
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
 
-class Trainer:
+class Trainer(RunState):
     """A model, its optimizer and its data, on this rank; a context manager, which calls ``close``.
 
     Args:
@@ -91,9 +91,9 @@ class Trainer:
             pinned=self.device.type == "cuda",
         )  # fmt: skip
         self.loader = load(self.samples)
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         # Checkpoints are written while steps run, so their messages need their own group.
-        self.writers: ProcessGroup | None = None
+        self.writers = None
         if self.world > 1:
             self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
@@ -107,9 +107,7 @@ class Trainer:
         self.global_step = self.samples_seen = 0
         self._refresh_data()
         self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
-        self.evaluation_loss: float | None = None
-        self.origin: str | None = None
-        self.wandb_run: str | None = None
+        self.evaluation_loss = self.origin = self.wandb_run = None
         self.own_base, self.saved_step, self._stepped = False, -1, False
 
     def close(self) -> None:
@@ -295,7 +293,3 @@ class Trainer:
             save_adapters(self.model, folder, base=None if base is None else str(base), dtype=dtype)  # type: ignore[arg-type]
             return
         self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank() if self.world > 1 else 0
