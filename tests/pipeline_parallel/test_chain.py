@@ -11,8 +11,7 @@ from parallel_ops.pipeline_parallel import ModuleChain, Pipeline
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train import parallelize
 from support.distributed import Raised, ranks
-from support.layers import mesh_of
-from support.staged import whole
+from support.layers import mesh_of, whole
 
 VOCABULARY, WIDTH = 29, 16
 

@@ -12,7 +12,7 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.train.config import Settings
 from support import trainer as runs
-from support.staged import whole
+from support.layers import whole
 
 _CONFIG = TransformerConfig(
     vocab_size=31, seq_length=12, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=1, head_dim=8,

@@ -12,7 +12,7 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.settings import patterns
 from support import trainer as runs
 from support.distributed import Raised, ranks
-from support.staged import whole
+from support.layers import whole
 
 Sections = dict[str, dict[str, Any]]
 # Loss and gradient norm of each step, the loss of an evaluation, and whole weights and buffers of a rank.

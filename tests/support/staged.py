@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.config import plain_name
@@ -18,7 +17,7 @@ from parallel_ops.planner.plan import SCHEDULES, Plan
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.schedule import Simulation, actions, simulate
 from parallel_ops.train import parallelize
-from support.layers import mesh_of
+from support.layers import mesh_of, whole
 from support.pipeline import Exchanges
 
 LLAMA = TransformerConfig(
@@ -67,10 +66,6 @@ def one_process(
             loss.backward()
             total += loss.item()
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def build(text: str, config: TransformerConfig, split: bool = True) -> tuple[Transformer, Pipeline, Plan, Any]:

@@ -59,17 +59,7 @@ def counted(mesh: ParallelMesh) -> Iterator[Counts]:
     """Bytes that this rank sends in the block. Sums of scalars that torch makes in C++ (of a gradient norm over sharded
     parameters) are not among them."""
     names: dict[str, str] = {}
-    for name in (
-        "efsdp",
-        "ep",
-        "dp",
-        "loss",
-        "fsdp",
-        "dp_shard",
-        "dp_replicate",
-        "cp",
-        "tp",
-    ):  # the last that a group has
+    for name in ("efsdp", "ep", "dp", "loss", "fsdp", "dp_shard", "dp_replicate", "cp", "tp"):  # the last of a group
         if (group := mesh.group(name)) is not None:
             names[group.group_name] = name
     found: Counts = collections.defaultdict(float)

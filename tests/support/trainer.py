@@ -123,15 +123,25 @@ def steps_of(
     rank: int, settings: Settings, resume: Path | None = None, steps: int | None = None
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of the steps that are left, or of some; a checkpoint after them if there is a folder."""
-    trainer, found = trainer_of(settings), []
+    trainer = trainer_of(settings)
     if resume is not None:
         trainer.resume(resume)
-    end = settings.run.steps if steps is None else trainer.global_step + steps
+    return _stepped(trainer, settings.run.steps if steps is None else trainer.global_step + steps)
+
+
+def steps_of_phase(rank: int, settings: Settings, source: Path) -> tuple[list[str], list[tuple[float, float]]]:
+    """The lines at the start of a phase, and the same of its first two steps."""
+    trainer = trainer_of(settings)
+    return trainer.begin_phase(source), _stepped(trainer, 2)
+
+
+def _stepped(trainer: Trainer, end: int) -> list[tuple[float, float]]:
+    found = []
     while trainer.global_step < end:
         step = trainer.step()
         found.append((step.loss, step.grad_norm))
     trainer.loader.close()
-    if settings.checkpoint.dir is not None:
+    if trainer.settings.checkpoint.dir is not None:
         trainer.save()
     return found
 

@@ -167,7 +167,7 @@ class Watchdog:
 
     def _gone(self) -> str | None:
         """A reason that names the ranks whose heartbeats no longer change."""
-        others = self._board.having("heartbeat", set(range(self._ranks)) - {self._rank})
+        others = self._board.having("heartbeat", (rank for rank in range(self._ranks) if rank != self._rank))
         before = self._read(self._board, others)
         time.sleep(3 * self._interval)
         after = self._read(self._board, others)

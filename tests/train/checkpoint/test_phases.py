@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from parallel_ops import _commands
 from parallel_ops.train import CheckpointError, Trainer
-from support import phases
 from support import trainer as runs
 from support.distributed import ranks
 
@@ -154,19 +153,19 @@ def test_a_phase_begins_on_any_plan(data, tmp_path, plan):
     Trainer(runs.settings_of(data, model=LLAMA))
     change = {"model": {**LLAMA, "seq_length": 24, "rotary_base": 1e5, "vocab_size": 40}}
     batch = {"global_batch": 8, "micro_batch": 1}
-    alone, want = phases.steps(0, runs.settings_of(data, **change, parallel=batch), tmp_path / "full")
+    alone, want = runs.steps_of_phase(0, runs.settings_of(data, **change, parallel=batch), tmp_path / "full")
     for said, got in ranks(4).run(
-        phases.steps, runs.settings_of(data, **change, parallel=batch | plan), tmp_path / "full"
+        runs.steps_of_phase, runs.settings_of(data, **change, parallel=batch | plan), tmp_path / "full"
     ):
         assert said == alone
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
     lora = runs.settings_of(
         data, model=LLAMA, lora={"rank": 2}, parallel=batch, checkpoint={"dir": str(tmp_path / "lora")}
     )
-    phases.steps(0, lora, tmp_path / "full")
-    alone, want = phases.steps(0, runs.settings_of(data, model=LLAMA, parallel=batch), tmp_path / "lora")
+    runs.steps_of_phase(0, lora, tmp_path / "full")
+    alone, want = runs.steps_of_phase(0, runs.settings_of(data, model=LLAMA, parallel=batch), tmp_path / "lora")
     for _, got in ranks(4).run(
-        phases.steps, runs.settings_of(data, model=LLAMA, parallel=batch | plan), tmp_path / "lora"
+        runs.steps_of_phase, runs.settings_of(data, model=LLAMA, parallel=batch | plan), tmp_path / "lora"
     ):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
 
