@@ -1,15 +1,18 @@
 """One process of a run: joins the process group, resumes from a checkpoint if requested, and trains."""
 
 import contextlib
+import functools
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from parallel_ops._internal.command_line import waiting
-from parallel_ops.comm import ParallelMesh
+from parallel_ops.comm import ParallelMesh, flight_recorder
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.consistency import Comparison, values_of
@@ -101,7 +104,9 @@ def joined(
             "device": "cuda" if on_gpu else "cpu",
         }
         compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
-    watch = Watchdog(dist.PrefixStore("watch", store), rank, ranks, timeout, report, note)  # type: ignore[attr-defined]
+    flight_recorder.start()
+    recorded = functools.partial(_recorded, report, _record_folder(settings), rank)
+    watch = Watchdog(dist.PrefixStore("watch", store), rank, ranks, timeout, recorded, note)  # type: ignore[attr-defined]
     limit = group_timeout(timeout)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
@@ -121,6 +126,17 @@ def joined(
         watch.failed(error)
         raise
     watch.close()
+
+
+def _record_folder(settings: Settings) -> Path:
+    """Where torch's flight recorder is written: beside the log, the checkpoints, or among temporary files."""
+    log, checkpoints = settings.logging.jsonl, settings.checkpoint.dir
+    beside = log.parent if log is not None else checkpoints
+    return (beside or Path(tempfile.gettempdir()) / f"parallel_ops-{os.getppid()}") / "flight_recorder"
+
+
+def _recorded(report: Callable[[str], None], folder: Path, rank: int, reason: str) -> None:
+    report(f"{reason}{flight_recorder.report(folder, rank)}")
 
 
 def propagate(error: BaseException) -> None:
