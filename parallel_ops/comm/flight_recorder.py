@@ -40,8 +40,9 @@ def unfinished() -> str:
 
 def dump(folder: Path, rank: int) -> Path | None:
     """Writes what this rank has recorded; ``None`` if there is nothing, or if it cannot be written."""
-    read = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    if read is None or not json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries"):
+    recorder = torch._C._distributed_c10d
+    read, as_json = (getattr(recorder, f"_dump_fr_trace{kind}", None) for kind in ("", "_json"))
+    if read is None or as_json is None or not json.loads(as_json()).get("entries"):
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
