@@ -55,7 +55,7 @@ def estimate(
         model=model,
         cluster=cluster,
         plan=plan,
-        memory=memory(model, plan, **process_memory(cluster.gpu)),
+        memory=memory(model, plan, **process_memory(cluster, plan)),
         transfers=step.transfers(),
         step=seconds,
         compute=compute,

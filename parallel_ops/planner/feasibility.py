@@ -53,7 +53,7 @@ class MemoryCheck:
     """``quick_memory_problem`` for any recomputation and offload of one plan. ``shared``: see ``PlanMemory``."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, shared: dict[object, Any] | None = None) -> None:
-        self._memory = PlanMemory(model, plan, shared=shared, **process_memory(cluster.gpu))
+        self._memory = PlanMemory(model, plan, shared=shared, **process_memory(cluster, plan))
         self._gpus = cluster.stage_gpus(plan.pp)
         # Most stages need no more than the first.
         self._deepest: list[tuple[int, float]] = []

@@ -12,6 +12,7 @@ from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export.trainer import TRAINER
+from parallel_ops.planner.memory.communicators import process_bytes
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.memory.states import element_bytes
 from parallel_ops.planner.model import Model
@@ -72,7 +73,8 @@ def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
         return max(stages, key=lambda stage: stage.total)
 
     if gpu:
-        return most(memory(model, plan))
+        own = os.environ.get("PARALLEL_OPS_TRANSPORT") == "nccl"
+        return most(memory(model, plan, runtime=process_bytes(plan, own_transport=own)))
     whole = element_bytes(plan) * model.seq_length * plan.micro_batch / plan.cp * model.vocab_size / plan.tp
     return most(memory(model, plan, logit_chunk=min(CHUNK_BYTES["cpu"], whole), runtime=0.0))
 

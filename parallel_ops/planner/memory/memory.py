@@ -16,9 +16,10 @@ Activations are added up tensor by tensor in ``activations.py``.
 from operator import le
 from typing import Any, NamedTuple
 
-from parallel_ops.planner.cluster import GPU
+from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.compute import linear_shapes
 from parallel_ops.planner.memory.activations import both_activations
+from parallel_ops.planner.memory.communicators import process_bytes
 from parallel_ops.planner.memory.states import (
     element_bytes,
     end_parameters,
@@ -37,10 +38,8 @@ from parallel_ops.planner.placement import (
     stage_layout,
 )
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import GIB, StageMemory
+from parallel_ops.planner.results import StageMemory
 
-# Memory of a process outside the allocator: CUDA context and kernels, NCCL's buffers. Assumed.
-RUNTIME_BYTES = 1.5 * GIB
 # Memory that the allocator reserves beyond the counted tensors; more with FSDP in a pipeline, where micro-batches are
 # allocated and freed beside gathered parameters. Chosen with torchtitan's tables in view (validation/torchtitan.json).
 FRAGMENTATION, SHARDED_PIPELINE_FRAGMENTATION = 0.05, 0.125
@@ -54,14 +53,17 @@ LIVE_PARAMETERS, REDUCE_BUCKET = 1e9, 5e8
 FUSED_LOSS_BYTES = 256 * 2**20
 
 
-def process_memory(gpu: GPU) -> dict[str, float]:
-    """``runtime`` and ``fragmentation`` of ``memory`` on an accelerator, where they differ from those of a GPU.
+def process_memory(cluster: Cluster, plan: Plan) -> dict[str, float]:
+    """``runtime`` of ``memory`` on a cluster, and ``fragmentation`` where it differs from that of PyTorch.
 
     XLA plans the memory of a whole step, and TPUs have neither a driver's context nor NCCL. Nor have processes on CPUs.
     """
-    if gpu.generation == "cpu":
+    generation = cluster.gpu.generation
+    if generation == "cpu":
         return {"runtime": 0.0}
-    return {"runtime": 0.0, "fragmentation": 0.0} if gpu.generation.startswith("tpu") else {}
+    if generation.startswith("tpu"):
+        return {"runtime": 0.0, "fragmentation": 0.0}
+    return {"runtime": process_bytes(plan, cluster)}
 
 
 def _fragmentation(plan: Plan) -> float:
@@ -73,7 +75,7 @@ def memory(
     plan: Plan,
     *,
     logit_chunk: float = FUSED_LOSS_BYTES,
-    runtime: float = RUNTIME_BYTES,
+    runtime: float | None = None,
     fragmentation: float | None = None,
 ) -> tuple[StageMemory, ...]:
     """Peak memory of one GPU of each pipeline stage, the first stage first.
@@ -83,8 +85,8 @@ def memory(
     Args:
         model: the model; ``seq_length`` is the length of a training sequence.
         plan: a plan that ``parallel_ops.planner.feasibility.problem`` accepts for this model.
-        logit_chunk, runtime: bytes of the chunk of logits of a fused loss, and of the driver and NCCL; those of a GPU
-            by default.
+        logit_chunk: bytes of the chunk of logits of a fused loss; that of a GPU by default.
+        runtime: bytes of the driver and NCCL; ``None`` for those of GPUs in nodes of eight (``communicators.py``).
         fragmentation: memory that the allocator reserves beyond tensors, as a share of them; ``None`` for that of
             PyTorch's.
     """
@@ -133,12 +135,12 @@ class PlanMemory:
         plan: Plan,
         *,
         logit_chunk: float = FUSED_LOSS_BYTES,
-        runtime: float = RUNTIME_BYTES,
+        runtime: float | None = None,
         fragmentation: float | None = None,
         shared: dict[object, Any] | None = None,
     ) -> None:
         self.model, self.plan = model, plan
-        self._logit_chunk, self._runtime = logit_chunk, runtime
+        self._logit_chunk, self._runtime = logit_chunk, process_bytes(plan) if runtime is None else runtime
         self._tokens = model.seq_length * plan.micro_batch / plan.cp
         self.layout = stage_layout(plan)
         self._counts, self._head = layer_counts(model, self.layout), head_rank(self.layout)
