@@ -183,7 +183,7 @@ def refits(values: Values) -> dict[str, dict[str, float]]:
 
 def band_keys(row: Measurement) -> tuple[str, ...]:
     """Keys of a row in ``presets/error_bands.json``: those of rows like it, and the kernels alone."""
-    return (*keys(row.cluster, row.plan, row.software, row.model.experts > 0), era(row.software).kernels)
+    return (*keys(row.cluster, row.plan, row.software, row.model.expert_kind), era(row.software).kernels)
 
 
 def write_bands() -> None:

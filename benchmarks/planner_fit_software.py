@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.planner_fit import BIAS, FLASH_BACKWARD, written
 from parallel_ops.planner import presets, validation
 from parallel_ops.planner.compute.efficiency import SHARES
-from parallel_ops.planner.compute.software import era, parts, with_parts
+from parallel_ops.planner.compute.software import FEWEST_TABLES, era, parts, with_parts
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.published import measurements
 
@@ -24,6 +24,9 @@ STEPS = (0.2, 0.1, 0.05, 0.02)
 # How much a constant may leave its start: it costs PRIOR per factor of e. Without it, a constant that few rows depend
 # on would follow the last of them.
 PRIOR = 0.006
+# A table carries a constant if a step of 10 % moves its times by this much on average; the range of a constant that few
+# tables carry is at least FEW around its value.
+CARRIED, FEW = 0.005, 0.1
 
 Values = dict[tuple[str, str, str], float]
 
@@ -35,8 +38,9 @@ _BEGIN = {
     "flash_forward": 0.35,
     "interference": 0.3,
     "tp_overlap": 0.9,
-    "grouped": 0.9,
-    "expert_host": 1e-3,
+    "grouped_fp8": 0.7,
+    "host": 5e-4,
+    "expert_host": 1.2e-3,
     "host_memory": 2.5e9,
 }
 
@@ -70,9 +74,7 @@ def predicted(row: Measurement, values: Values) -> float:
 def sample() -> list[Measurement]:
     """The rows of software whose parts have fitted constants."""
     fitted = {part for part, _, _ in start()}
-    return [
-        row for row in measurements() if row.fitted and {era(row.software).kernels, era(row.software).runtime} & fitted
-    ]
+    return [row for row in measurements() if row.fitted and {*era(row.software).parts} & fitted]
 
 
 def loss(values: Values, rows: Sequence[Measurement], begin: Values) -> float:
@@ -122,17 +124,35 @@ def refits(begin: Values) -> dict[str, Values]:
     }
 
 
+def carriers(values: Values, rows: Sequence[Measurement]) -> dict[tuple[str, str, str], list[str]]:
+    """For each constant the tables of ``rows`` that carry it: a step of 10 % moves their times by ``CARRIED``."""
+    tables: dict[str, list[Measurement]] = defaultdict(list)
+    for row in rows:
+        tables[row.table].append(row)
+    before = {id(row): predicted(row, values) for row in rows}
+
+    def moved(key: tuple[str, str, str], found: Sequence[Measurement]) -> float:
+        other = values | {key: values[key] / 1.1}
+        return sum(abs(predicted(row, other) / before[id(row)] - 1) for row in found) / len(found)
+
+    return {key: sorted(name for name, found in tables.items() if moved(key, found) >= CARRIED) for key in values}
+
+
 def main() -> None:
     begin = {key: _BEGIN[key[2]] for key in start()}
     values = fit(sample(), begin)
     without = refits(begin)
+    carried = carriers(values, sample())
     path = Path(presets.__file__).parent / "software.json"
     data = json.loads(path.read_text(encoding="utf-8"))
     for (part, generation, name), value in values.items():
         kind = "kernels" if part in data["kernels"] else "runtimes"
         each = [found[part, generation, name] for found in (*without.values(), values)]
+        tables = carried[part, generation, name]
+        if len(tables) < FEWEST_TABLES:
+            each += [float(f"{value * factor:.3g}") for factor in (1 - FEW, 1 + FEW)]
         entries = data[kind][part][generation]
-        entries[name] |= {"value": value, "range": [min(each), max(each)]}
+        entries[name] |= {"value": value, "range": [min(each), max(each)], "tables": tables}
         if name == "flash_forward":
             entries["flash_backward"]["value"] = float(f"{value * FLASH_BACKWARD:.3g}")
     path.write_text(written(data), encoding="utf-8")

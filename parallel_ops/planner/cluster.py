@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from parallel_ops.planner.checks import check_choice, check_counts, check_figures
 from parallel_ops.planner.hashing import hashed_once
+from parallel_ops.planner.precision import DTYPES, peak_name
 
-DTYPES = ("fp32", "fp16", "bf16", "fp8")
+PEAKS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 
 @hashed_once
@@ -22,10 +23,11 @@ class GPU:
         generation: GPUs of one generation share the fitted efficiencies.
         memory: bytes.
         bandwidth: memory bandwidth in bytes/s.
-        fp32, fp16, bf16, fp8: peak dense FLOP/s of matrix products in that dtype; 0 if the GPU has none.
+        fp32, fp16, bf16, fp8, fp4: peak dense FLOP/s of matrix products in that dtype; 0 if the GPU has none.
         watts: power at full load, for the energy estimate; 0 for unknown.
         multiprocessors: number of multiprocessors, which share the tiles of a matrix product. 0 for unknown or none:
             the time of a product then depends on its FLOPs alone.
+        host_link: bytes/s to the host's memory, each way.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -41,11 +43,13 @@ class GPU:
     fp8: float
     watts: float
     multiprocessors: int = 0
+    fp4: float = 0.0
+    host_link: float = 25e9  # PCIe 4.0 x16; assumed
 
     def __post_init__(self) -> None:
         check_counts(self, ("multiprocessors",), at_least=0)
-        check_figures(self, ("memory", "bandwidth"))
-        check_figures(self, ("watts", *DTYPES), zero=True)
+        check_figures(self, ("memory", "bandwidth", "host_link"))
+        check_figures(self, ("watts", *PEAKS), zero=True)
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in ``dtype``.
@@ -55,9 +59,9 @@ class GPU:
         """
         if dtype not in DTYPES:
             raise ValueError(f"GPU: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        flops: float = getattr(self, dtype)
+        flops: float = getattr(self, peak_name(dtype))
         if not flops:
-            known = ", ".join(name for name in DTYPES if getattr(self, name))
+            known = ", ".join(name for name in DTYPES if getattr(self, peak_name(name)))
             raise ValueError(f"GPU: {self.name} has no {dtype} matrix products; it has {known}")
         return flops
 
@@ -169,7 +173,7 @@ def weakest(kinds: list[GPU]) -> GPU:
     if len(set(kinds)) == 1:
         return kinds[0]
     slowest = min(kinds, key=lambda gpu: max(gpu.bf16, gpu.fp16))
-    lowest = {name: min(getattr(gpu, name) for gpu in kinds) for name in ("memory", "bandwidth", *DTYPES)}
+    lowest = {name: min(getattr(gpu, name) for gpu in kinds) for name in ("memory", "bandwidth", "host_link", *PEAKS)}
     return GPU(
         name="+".join(sorted({gpu.name for gpu in kinds})),
         generation=slowest.generation,

@@ -1,19 +1,21 @@
 """Error bands of estimates, from the errors of similar published rows (``validation``): ``presets/error_bands.json``.
 
-Rows are similar if they share the kernels of the software, the GPU's generation, dense layers or experts, the dtype of
-products (fp8 or 16-bit), sharding of parameters (ZeRO-3 or not) and size (one node or several). If too few rows share
-all six, the last ones are dropped. The error of a row is that of constants that were fitted without its table.
+Rows are similar if they share the kernels of the software, the GPU's generation, dense layers, experts or experts
+with biases, the dtype of products (fp8 or 16-bit), sharding of parameters (ZeRO-3 or not) and size (one node or
+several). If too few rows share all six, the last ones are dropped. The error of a row is that of constants that were
+fitted without its table.
 """
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.software import CURRENT, era, measured_kernels
+from parallel_ops.planner.compute.software import CURRENT, era, measured_kernels, uncertainty
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +43,18 @@ class ErrorBand:
         )
 
 
-def error_band(cluster: Cluster, plan: Plan, *, software: str = CURRENT, experts: bool = False) -> ErrorBand:
+def error_band(cluster: Cluster, plan: Plan, *, software: str = CURRENT, experts: str | bool = False) -> ErrorBand:
     """The error band of an estimate of ``plan`` on ``cluster``.
 
     Args:
         software: name of an era (``parallel_ops.planner.compute.software``).
-        experts: whether the model has experts.
+        experts: whether the model has experts; ``"biased"`` if these have biases (``Model.expert_kind``).
     """
     table = _table()
     found = next((key for key in keys(cluster, plan, software, experts) if key in table), "any")
     band = ErrorBand(**table[found], like=found)
+    few = uncertainty(cluster.gpu.generation, cluster.gpu.name, software)
+    band = replace(band, time=max(band.time, few))
     # Kernels without constants of their own for this GPU: at least as uncertain as on the GPUs where they have some.
     own = table.get(kernels := era(software).kernels, table["any"])
     if measured_kernels(kernels, cluster.gpu.generation) != kernels and own["time"] > band.time:
@@ -58,14 +62,15 @@ def error_band(cluster: Cluster, plan: Plan, *, software: str = CURRENT, experts
     return band
 
 
-def keys(cluster: Cluster, plan: Plan, software: str, experts: bool) -> tuple[str, ...]:
+def keys(cluster: Cluster, plan: Plan, software: str, experts: str | bool) -> tuple[str, ...]:
     """Keys of similar rows in ``presets/error_bands.json``, the most similar first."""
     generation = cluster.gpu.generation
-    dtype = "fp8" if plan.dtype == "fp8" else "16-bit"
+    dtype = "fp8" if plan.dtype in FORMATS else "16-bit"
     sharded = "zero-3" if plan.zero == 3 else "zero-0 to 2"
     size = "one node" if plan.gpus <= cluster.gpus_per_node else "several nodes"
     kernels = measured_kernels(era(software).kernels, generation)
-    names = kernels, generation, "experts" if experts else "dense", dtype, sharded, size
+    kind = "experts with biases" if experts == "biased" else "experts" if experts else "dense"
+    names = kernels, generation, kind, dtype, sharded, size
     return tuple(", ".join(names[:count]) for count in range(len(names), 1, -1))
 
 

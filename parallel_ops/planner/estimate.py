@@ -12,6 +12,7 @@ from parallel_ops.planner.memory.memory import memory, process_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.recomputation import recomputed
 from parallel_ops.planner.results import Estimate, Transfer
 from parallel_ops.planner.rules import broken_rules
 from parallel_ops.planner.schedules.schedule import Simulation
@@ -101,6 +102,11 @@ def recomputed_flops(model: Model, plan: Plan) -> float:
         return share * (model.forward_flops - model.head_flops)
     if plan.recompute == "operators":
         return share * (model.forward_flops - model.head_flops - model.num_layers * model.attention_flops) / 2
-    if plan.recompute == "selective" and not plan.flash_attention:
-        return share * model.num_layers * model.attention_flops
-    return 0.0
+    modules, flops = recomputed(plan.recompute, plan.flash_attention), 0.0
+    if "core_attn" in modules:
+        flops += model.num_layers * model.attention_flops
+    flops += 2 * model.num_layers * model.latent_weights if modules >= {"mla_up_proj"} else 0.0
+    flops += 2 * (model.num_layers - model.sparse_layers) * model.mlp_weights if "mlp" in modules else 0.0
+    routed = model.experts_per_token * bool(modules & {"moe", "experts"})
+    routed += model.shared_experts * bool(modules & {"moe", "shared_experts"})
+    return share * (flops + 2 * model.sparse_layers * routed * model.expert_weights)

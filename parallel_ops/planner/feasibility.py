@@ -10,6 +10,8 @@ from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import peak_name
+from parallel_ops.planner.recomputation import elementwise_only, recomputed
 from parallel_ops.planner.results import GIB, StageMemory
 from parallel_ops.planner.schedules.schedule import micro_batch_problem, nearest_micro_batches
 
@@ -33,7 +35,8 @@ def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> 
         or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
         or _offload_problem(plan)
-        or (next(_experts(model, plan), None) if plan.ep > 1 or plan.recompute == "experts" else None)
+        or next(_recomputation(model, plan), None)
+        or (next(_experts(model, plan), None) if plan.ep > 1 else None)
     )
 
 
@@ -132,7 +135,7 @@ def _sizes(
     if gpus != cluster.gpus:
         yield Problem("size", f"dp * tp * pp * cp is {gpus}, but the cluster has {cluster.gpus} GPUs")
     for gpu in dict.fromkeys(cluster.stage_gpus(pp)):
-        if not getattr(gpu, dtype):
+        if not getattr(gpu, peak_name(dtype)):
             yield Problem("dtype", f"{gpu.name} has no {dtype} matrix products")
     if tp > cluster.node_size and cluster.topology == "fat-tree":
         yield Problem("tp leaves the node", f"TP {tp} would leave the node of {cluster.node_size} GPUs")
@@ -177,7 +180,7 @@ def pipeline_problems(model: Model, plan: Plan, recompute: str) -> Iterator[Prob
             "zero-3 with a split backward pass",
             f"{kind} needs weights between I and W, which ZeRO-3 has released; nearest: zero=2",
         )
-    cheap = recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone
+    cheap = elementwise_only(recompute, plan.flash_attention)
     # Without weights for W, nothing is recomputed for it either: what I has recomputed is kept.
     if kind in SPLIT_BACKWARD and recompute != "none" and not cheap and not plan.input_grad_first:
         yield Problem(
@@ -232,9 +235,18 @@ def _offload_problem(plan: Plan) -> Problem | None:
     return None
 
 
+def _recomputation(model: Model, plan: Plan) -> Iterator[Problem]:
+    modules = recomputed(plan.recompute, plan.flash_attention) if plan.recompute != "selective" else frozenset()
+    if not model.experts and (lacks := sorted(modules & {"experts", "moe", "moe_act", "shared_experts"})):
+        yield Problem("recomputation without experts", f"recompute={lacks[0]} needs a model with experts")
+    if model.latent is None and "mla_up_proj" in modules:
+        yield Problem("recomputation without latent attention", "recompute=mla_up_proj needs latent attention")
+    if plan.offload_layers and "activations" not in plan.offload:
+        yield Problem("offload", "offload_layers needs offload=activations")
+
+
 def _experts(model: Model, plan: Plan) -> Iterator[Problem]:
     if not model.experts:
-        what = f"EP {plan.ep}" if plan.ep > 1 else "recompute=experts"
-        yield Problem("ep without experts", f"{what} needs a model with experts")
+        yield Problem("ep without experts", f"EP {plan.ep} needs a model with experts")
     elif model.experts % plan.ep:
         yield Problem("ep does not divide", f"EP {plan.ep} does not divide experts ({model.experts})")

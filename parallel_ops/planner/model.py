@@ -64,6 +64,8 @@ class Model:
         dense_layers: the first layers that have no experts.
         expert_nodes: the most nodes that a token is routed to; 0 for no limit.
         latent: latent attention in place of separate key and value projections.
+        window: keys that a query of a layer with a sliding window sees; 0 for all.
+        full_every: with a window, one of so many layers sees all keys; 0 for none.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -91,12 +93,14 @@ class Model:
     dense_layers: int = 0
     expert_nodes: int = 0
     latent: LatentAttention | None = None
+    window: int = 0
+    full_every: int = 0
 
     def __post_init__(self) -> None:
         check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))
         widths = ("num_kv_heads", "head_dim", "ffn_hidden_size", "expert_ffn")
         experts = ("experts", "experts_per_token", "shared_experts", "dense_layers", "expert_nodes")
-        check_counts(self, (*widths, *experts), at_least=0)
+        check_counts(self, (*widths, *experts, "window", "full_every"), at_least=0)
         check_choice(self, "bias", ("all", "qkv", "none"))
         check_choice(self, "norm", ("layer", "rms"))
         check_choice(self, "positions", ("learned", "rotary"))
@@ -122,6 +126,11 @@ class Model:
             raise ValueError(
                 f"Model: dense_layers must be at most num_layers ({self.num_layers}), got {self.dense_layers}"
             )
+
+    @property
+    def expert_kind(self) -> str:
+        """``"biased"`` if experts have biases, ``"plain"`` for others, empty for a dense model."""
+        return ("biased" if self.bias == "all" else "plain") if self.experts else ""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer ``layer``, counted from 0, has experts."""
@@ -245,6 +254,17 @@ class Model:
     def attention_flops(self) -> int:
         """Forward FLOPs of the scores and their product with the values, per token and layer: 4 s h for a GPT."""
         return 2 * self.seq_length * (self.query_width + self.value_width)
+
+    def attended(self, keys: float) -> float:
+        """Share of the causal scores over ``keys`` keys that are computed, on average over the layers.
+
+        A window of w leaves w (k - w / 2) of the k^2 / 2 scores.
+        """
+        if not self.window or keys <= self.window:
+            return 1.0
+        near = 2 * self.window * (keys - self.window / 2) / keys**2
+        whole = 1 / self.full_every if self.full_every else 0.0
+        return whole + (1 - whole) * near
 
     @cached_property
     def head_flops(self) -> int:

@@ -88,7 +88,7 @@ def chunk_costs(
         waits += end_traffic(model, cluster, work, constants, last=False).exposed
     if last:
         exposed = end_traffic(model, cluster, work, constants, last=True).exposed
-        host = 0.0 if work.cuda_graph else constants.host
+        host = constants.host if work.cuda_graph == "none" else 0.0
         compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1)
         compute += Passes(constants.serial, constants.serial, 0.0)
         waits += exposed
@@ -112,7 +112,8 @@ def layer_costs(
     if paired and routed:
         total = exposed.total
         exposed = exposed.times((total - routed + beside(constants, routed, passes.total)) / total)
-    host = 0.0 if work.cuda_graph else constants.host + (constants.expert_host if sparse else 0.0)
+    host = constants.host if work.cuda_graph == "none" else 0.0
+    host += constants.expert_host if sparse and work.cuda_graph != "full" else 0.0
     host *= 1 + _SOFTMAX_LAUNCHES if softmax_falls_back(model, work) else 1
     late = constants.expert_sync * host if sparse and work.dropless else 0.0
     if waits := constants.serial + late:

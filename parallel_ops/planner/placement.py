@@ -49,7 +49,7 @@ def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def recomputed_share(model: Model, layers: int) -> float:
-    """The share of the layers that are recomputed with ``Plan.recompute_layers`` of ``layers``."""
+    """The share of the layers that ``Plan.recompute_layers`` or ``offload_layers`` of ``layers`` applies to; 0: all."""
     return layers / model.num_layers if 0 < layers < model.num_layers else 1
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from parallel_ops.planner.checks import check_choice, check_counts, unknown
-from parallel_ops.planner.cluster import DTYPES
+from parallel_ops.planner.precision import DTYPES, stored
+from parallel_ops.planner.recomputation import KINDS, check_recompute
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 # Two chunks of layers per rank, the second in reverse order of the ranks, so that rank 0 holds both ends of the model.
 V_SHAPED = ("zb-v", "dualpipe-v")
-# What a search tries by default. "operators" is valid too.
-RECOMPUTE = ("none", "selective", "full")
-# What a search tries by default. "activations" is valid too, and "optimizer+parameters".
+# Recomputation and offload that a search tries by default.
+RECOMPUTE = KINDS[:3]
 OFFLOAD = ("none", "optimizer", "optimizer+activations")
 
 
@@ -46,15 +46,17 @@ class Plan:
         recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198; with FlashAttention norms and
             activation functions), ``"operators"`` (every second matrix product and all elementwise ops, as torch's
             selective checkpointing in torchtitan), ``"experts"`` (the products and activation of routed experts, but
-            nothing that is sent) or ``"full"`` (whole layers).
+            nothing that is sent), ``"full"`` (whole layers), or modules of Megatron-LM (``recomputation.MODULES``)
+            joined by ``+``.
         recompute_layers: layers of the whole model that ``recompute`` applies to, spread evenly; 0 for all.
         offload: what is kept in host memory, one of ``OFFLOAD``, ``"activations"`` or, with ZeRO-3,
             ``"optimizer+parameters"``: the shards of parameters too (arXiv:2104.07857).
-        dtype: of parameters and activations, one of ``DTYPES``.
-        grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``; with fp8 ``"bf16"``, which ``"fp8"`` means too.
+        offload_layers: layers of the whole model whose activations are offloaded, spread evenly; 0 for all.
+        dtype: of parameters and activations, or the format of the products of linears (``precision.DTYPES``).
+        grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``; ``"bf16"`` with a low-precision format.
         activation_dtype: of the inputs of linear layers that are kept for the backward pass: ``"fp8"`` for one byte
             each, "" for that of other activations.
-        moment_dtype: of the two Adam moments, ``"fp32"`` or ``"bf16"``.
+        moment_dtype: of the two Adam moments, ``"fp32"``, ``"bf16"`` or ``"8bit"`` (arXiv:2110.02861).
         master_bytes: of the master weight that belongs to a 16-bit parameter: 4; 2 for the lower half of an fp32
             number, of which the parameter is the upper one; 0 for none.
         flash_attention: attention scores are not stored (arXiv:2205.14135).
@@ -69,7 +71,10 @@ class Plan:
         ep_overlap: the all-to-alls of experts overlap with the computation of another micro-batch, as DualPipe's do.
         dropless: experts compute all tokens that are routed to them, however many: the host waits for their number.
             If False, each expert has a fixed capacity.
-        cuda_graph: the whole step is one CUDA graph, so nothing waits for the host.
+        cuda_graph: launches that CUDA graphs replace: ``"none"``, ``"attention"`` (attention, norms and router of a
+            layer), or ``"full"`` (the whole step), so that nothing waits for the host.
+        dispatcher: sends tokens to experts: ``"all_to_all"`` (a copy for each expert), ``"deepep"`` or ``"hybridep"``
+            (a copy for each rank and node, permuted on the way).
         optimizer_barrier: parameters are updated once all ranks have their gradients, as a gradient norm over the whole
             model requires. If False, a rank may begin the next step while others finish this one (post-validation,
             arXiv:2401.10241, section 4).
@@ -101,6 +106,7 @@ class Plan:
     recompute: str = "none"
     recompute_layers: int = 0
     offload: str = "none"
+    offload_layers: int = 0
     dtype: str = "bf16"
     grad_dtype: str = "fp32"
     activation_dtype: str = ""
@@ -115,7 +121,8 @@ class Plan:
     tp_overlap: bool = True
     ep_overlap: bool = False
     dropless: bool = True
-    cuda_graph: bool = False
+    cuda_graph: str = "none"
+    dispatcher: str = "all_to_all"
     optimizer_barrier: bool = True
     input_grad_first: bool = False
     layers_per_chunk: tuple[int, ...] = ()
@@ -124,16 +131,18 @@ class Plan:
         check_counts(
             self, ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch")
         )
-        check_counts(self, ("expert_tp", "recompute_layers"), at_least=0)
+        check_counts(self, ("expert_tp", "recompute_layers", "offload_layers"), at_least=0)
         check_choice(self, "zero", (0, 1, 2, 3))
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all_to_all"))
-        check_choice(self, "recompute", (*RECOMPUTE, "operators", "experts"))
+        check_recompute(self.recompute)
         check_choice(self, "offload", (*OFFLOAD, "activations", "optimizer+parameters"))
         check_choice(self, "dtype", DTYPES)
-        check_choice(self, "grad_dtype", ("fp32", self.dtype, *(("bf16",) if self.dtype == "fp8" else ())))
+        check_choice(self, "grad_dtype", ("fp32", stored(self.dtype)))
+        check_choice(self, "cuda_graph", ("none", "attention", "full"))
+        check_choice(self, "dispatcher", ("all_to_all", "deepep", "hybridep"))
         check_choice(self, "activation_dtype", ("", "fp8"))
-        check_choice(self, "moment_dtype", ("fp32", "bf16"))
+        check_choice(self, "moment_dtype", ("fp32", "bf16", "8bit"))
         check_choice(self, "master_bytes", (4, 2, 0))
         if self.dp % self.dp_replicate:
             raise ValueError(f"Plan: dp_replicate must divide dp ({self.dp}), got {self.dp_replicate}")
@@ -235,8 +244,10 @@ class Plan:
         some = f" of {self.recompute_layers} layers" if self.recompute_layers else ""
         parts += [f"recompute {self.recompute}{some}"] if self.recompute != "none" else []
         parts += [f"layers {self._stages()}"] if self.layers_per_chunk else []
-        parts += [f"offload {self.offload}"] if self.offload != "none" else []
-        parts += ["CUDA graph"] if self.cuda_graph else []
+        some = f" of {self.offload_layers} layers" if self.offload_layers else ""
+        parts += [f"offload {self.offload}{some}"] if self.offload != "none" else []
+        parts += [f"CUDA graph {self.cuda_graph}"] if self.cuda_graph != "none" else []
+        parts += [self.dispatcher] if self.dispatcher != "all_to_all" else []
         parts += ["no barrier"] if self.pp > 1 and not self.optimizer_barrier else []
         parts += ["input grad first"] if self.pp > 1 and self.input_grad_first else []
         return ", ".join(parts)

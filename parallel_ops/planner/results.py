@@ -152,7 +152,7 @@ class Estimate:
     @property
     def error_band(self) -> ErrorBand:
         """Error band of the step time and the memory."""
-        return error_band(self.cluster, self.plan, software=self.software, experts=self.model.experts > 0)
+        return error_band(self.cluster, self.plan, software=self.software, experts=self.model.expert_kind)
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -258,8 +258,8 @@ class SearchResult:
 
     Attributes:
         model, cluster: the arguments of ``search``.
-        plans: estimates of the fastest plans that a known system can run, one per ``family``. Plans that only just fit
-            (``Estimate.tight``) come after the others.
+        plans: estimates of the fastest plans that a known system can run, one per ``family``. First is the simplest of
+            those within 2 % of the fastest. Plans that only just fit (``Estimate.tight``) come after the others.
         rejected: the plans that cannot run.
         sensitivity: dependence of the choice on each constant.
         ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
@@ -278,7 +278,7 @@ class SearchResult:
 
     @property
     def best(self) -> Estimate:
-        """The fastest plan.
+        """The first plan: the simplest of those within 2 % of the fastest.
 
         Raises:
             ValueError: no plan fits; names the smallest cluster that suffices.
@@ -309,7 +309,18 @@ class SearchResult:
                 f"no plan of {self.model.name} runs on all {self.cluster.gpus:,} GPUs of {self.cluster.name}, mostly "
                 f"since {example.reason}; {would}"
             )
-        return f"no plan of {self.model.name} fits on {self.cluster.name}; {would}"
+        large = [rejection for rejection in self.rejected if rejection.excess]
+        if self.rejected and not large:
+            reasons = dict.fromkeys(rejection.reason for rejection in self.rejected)
+            more = f", and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+            return f"no plan of {self.model.name} runs on {self.cluster.name}: {'; '.join(list(reasons)[:3])}{more}" + (
+                f"; {would}" if self.smallest else ""
+            )
+        fits = f"no plan of {self.model.name} fits on {self.cluster.name}; {would}"
+        if large:
+            nearest = min(large, key=lambda rejection: rejection.excess)
+            fits += f"; the nearest is {nearest.plan.describe()}: {nearest.reason}"
+        return fits
 
     def reasons(self) -> dict[str, int]:
         """Number of rejected plans by kind of reason, the most frequent first."""

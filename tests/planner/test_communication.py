@@ -171,8 +171,10 @@ def test_experts_cost_four_all_to_alls_a_layer_and_one_copy_a_node():
     model = presets.model("deepseek-v3")
     cluster = presets.cluster("h800x64")
     inside = traffic(model, cluster, Plan(dp=8, ep=8, global_batch=8), "ep")["all-to-all"]
-    across = traffic(model, cluster, Plan(dp=64, ep=64, global_batch=64), "ep")["all-to-all"]
+    across = traffic(model, cluster, Plan(dp=64, ep=64, dispatcher="deepep", global_batch=64), "ep")["all-to-all"]
+    plain = traffic(model, cluster, Plan(dp=64, ep=64, global_batch=64), "ep")["all-to-all"]
     token = 2 * model.hidden_size * model.seq_length
+    assert plain.bytes == pytest.approx(plain.count * token * 8 * 63 / 64)
     assert inside.count == across.count == 4 * model.sparse_layers
     assert inside.bytes == pytest.approx(inside.count * token * 8 * 7 / 8)
     assert across.bytes == pytest.approx(across.count * token * 4 * 63 / 64)  # eight experts on four nodes at most

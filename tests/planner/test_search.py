@@ -12,7 +12,7 @@ from parallel_ops.planner import Plan, SearchOptions, efficiency, estimate, memo
 from parallel_ops.planner.compute.efficiency import CONSTANTS
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import problem
-from parallel_ops.planner.results import family
+from parallel_ops.planner.results import GIB, family, features
 from parallel_ops.planner.search import candidates
 from parallel_ops.planner.step import step_seconds
 
@@ -134,8 +134,38 @@ def test_where_nothing_fits_it_says_what_would():
     assert found.smallest == smallest_cluster(GPT3, cluster, batch=64, options=FEW) > 8
     with pytest.raises(ValueError, match=f"no plan of gpt3-175b fits on rtx3090x8; {found.smallest} of these GPUs"):
         _ = found.best
+    nearest = min(rejection.excess for rejection in found.rejected if rejection.excess)
+    assert "the nearest is " in found.nothing_fits() and f"{nearest / GIB:.1f} too much" in found.nothing_fits()
     enough = search(GPT3, replace(cluster, gpus=found.smallest), batch=64, options=replace(FEW, micro_batches=(1,)))
     assert enough.plans
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": (3,)}, "tp=3 does not divide the 8 GPUs"),
+        ({"pp": (16,)}, "pp=16 does not divide the 8 GPUs"),
+        ({"dp": (8,), "batch": 12}, "DP 8 does not divide the batch of 12"),
+    ],
+)
+def test_where_nothing_runs_it_says_why(options, reason):
+    """Not that memory is missing, nor that other GPUs would do."""
+    batch = options.pop("batch", 64)
+    found = search(LLAMA, presets.cluster("h100x8"), batch=batch, options=replace(FEW, **options))
+    assert not found.plans
+    assert reason in found.nothing_fits() and "fits" not in found.nothing_fits()
+
+
+def test_the_simplest_of_nearly_equal_plans_comes_first():
+    """Data parallelism alone before tensor parallelism that is as fast."""
+    model, cluster = presets.model("llama2-7b"), presets.cluster("h100x8")
+    found = search(model, cluster, batch=1024, options=SearchOptions(target="megatron", micro_batches=(1, 2)))
+    fastest = min(found.plans, key=lambda each: each.step)
+    assert found.best.step <= 1.02 * fastest.step
+    near = [each for each in found.plans if each.step <= 1.02 * fastest.step and not each.tight]
+    assert features(found.best.plan) == min(features(each.plan) for each in near)
+    others = [each.step for each in found.plans[1:] if not each.tight]
+    assert others == sorted(others)
 
 
 def test_more_gpus_never_need_more_memory_each():

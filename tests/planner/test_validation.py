@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.planner_fit import OWN, SHARED, band_keys, bands, loss, sample, start
 from parallel_ops.planner import error_band
+from parallel_ops.planner.compute.software import uncertainty
 from parallel_ops.planner.error_band import keys
 from parallel_ops.planner.validation import Promise, Report, validate
 from parallel_ops.planner.validation.published import measurements
@@ -38,7 +39,7 @@ def test_every_table_of_step_times_has_a_promise(report):
     assert {row.table for row in steps} == set(PROMISES)
     assert max(PROMISES.values()) == 0.25
     recent = {row.table for row in published_runs()}
-    assert len(recent) == 30 and max(PROMISES[name] for name in recent) == 0.25
+    assert len(recent) == 30 and max(PROMISES[name] for name in recent) == 0.20
     assert sum(row.role == "held out" for row in steps) > 40
 
 
@@ -118,9 +119,13 @@ def test_bands_are_those_of_the_residuals():
     found = bands(errors, memory={"": 0.08, "hugging-face": 0.45})
     assert len(found) > 12
     for row in measurements()[::7]:
-        shipped = error_band(row.cluster, row.plan, software=row.software, experts=row.model.experts > 0)
+        shipped = error_band(row.cluster, row.plan, software=row.software, experts=row.model.expert_kind)
         if shipped.like != "any":
-            assert (shipped.time, shipped.memory) == (found[shipped.like]["time"], found[shipped.like]["memory"])
+            few = uncertainty(row.cluster.gpu.generation, row.cluster.gpu.name, row.software)
+            assert (shipped.time, shipped.memory) == (
+                max(few, found[shipped.like]["time"]),
+                found[shipped.like]["memory"],
+            )
             assert shipped.rows == found[shipped.like]["rows"]
 
 

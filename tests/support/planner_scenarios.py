@@ -199,7 +199,7 @@ def trust() -> str:
         errors = [row.predicted(exact=False) / row.seconds - 1 for row, _ in each]
         without = [predicted / row.seconds - 1 for row, predicted in each]
         widths = {
-            error_band(row.cluster, row.plan, software=software, experts=row.model.experts > 0).time for row, _ in each
+            error_band(row.cluster, row.plan, software=software, experts=row.model.expert_kind).time for row, _ in each
         }
         kinds = "experts" if all(row.model.experts for row, _ in each) else "dense"
         kinds = "dense, experts" if kinds == "dense" and any(row.model.experts for row, _ in each) else kinds

@@ -16,11 +16,11 @@ from parallel_ops.planner.communication.network import (
     start_seconds,
     transfer,
 )
-from parallel_ops.planner.compute.efficiency import HOST_LINK, Efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.states import end_parameters, parameters_of, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, stage_layout
+from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, recomputed_share, stage_layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
@@ -90,7 +90,9 @@ class StepTraffic:
                 "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
             )
             self.once += self._summed.seconds
-        self.host = _host(model, plan, stage, gradient, self._width) if plan.offload != "none" else []
+        self.host = (
+            _host(model, plan, stage, gradient, self._width, cluster.gpu.host_link) if plan.offload != "none" else []
+        )
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers by group and collective, of the whole step."""
@@ -167,24 +169,24 @@ def _reductions(
     return found
 
 
-def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
+def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int, speed: float) -> list[Transfer]:
     """Gradients to the host and parameters back, once per step, with the optimizer there; for every micro-batch
     activations both ways, or shards of parameters to the device, forward and backward."""
-    link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)
+    link = Interconnect(name="host", latency=0.0, bandwidth=speed)
     ranks = group_size(plan, "dp")
     dense, expert = stage_parameters(model, plan, stage)
     owned = dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
     kept = plan.offload == "optimizer+parameters"
     size = owned * (gradient if kept else gradient + width)
-    out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)] if "optimizer" in plan.offload else []
+    out = [transfer("host", "copy", "direct", link, 1, size, size / speed)] if "optimizer" in plan.offload else []
     if kept:
         read = 2 * owned * width
-        out.append(repeat(transfer("host", "copy", "direct", link, 1, read, read / HOST_LINK), plan.micro_batches))
+        out.append(repeat(transfer("host", "copy", "direct", link, 1, read, read / speed), plan.micro_batches))
     if "activations" in plan.offload:
         tokens = model.seq_length * plan.micro_batch / plan.cp
         dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
         layers = dense_layers * layer_activations(model, plan, False)
         layers += sparse_layers * layer_activations(model, plan, True)
-        moved = 2 * tokens * layers
-        out.append(repeat(transfer("host", "copy", "direct", link, 1, moved, moved / HOST_LINK), plan.micro_batches))
+        moved = 2 * tokens * layers * recomputed_share(model, plan.offload_layers)
+        out.append(repeat(transfer("host", "copy", "direct", link, 1, moved, moved / speed), plan.micro_batches))
     return out

@@ -42,6 +42,8 @@ from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import leaves_node, recomputed_share
 from parallel_ops.planner.plan import Plan, unchecked
+from parallel_ops.planner.precision import FORMATS
+from parallel_ops.planner.recomputation import recomputed
 from parallel_ops.planner.results import Transfer
 
 Transfers = list[tuple[Transfer, float]]
@@ -89,14 +91,19 @@ def layer_traffic(
             backward += copies_summed.seconds
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
-        routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
+        routed = size * copies(model, cluster, plan, work.dispatcher) / plan.tp
+        routed *= 0.75 if plan.dtype in FORMATS else 1.0  # dispatched in 8 bits, combined in 16
         routed *= (width + max(width, _wide(work))) / (2 * width)  # tokens leave in the dtype of parameters
         torus = cluster.topology == "torus"
-        seconds = all_to_all_seconds(plan.ep, routed, link, torus=torus) + start_seconds(efficiency, plan.ep)
+        seconds = all_to_all_seconds(plan.ep, routed, link, torus=torus)
+        # Kernels of DeepEP and HybridEP start where their first token has arrived.
+        seconds += start_seconds(efficiency, plan.ep) if work.dispatcher == "all_to_all" else 0.0
         sent = (plan.ep - 1) / plan.ep * routed
-        found.append((transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * again))
+        whole = "moe" in recomputed(plan.recompute, work.flash_attention)
+        sent_again = recomputed_share(model, work.recompute_layers) if whole else again
+        found.append((transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * sent_again))
         forward += 2 * seconds
-        backward += 2 * seconds
+        backward += (2 + 2 * (sent_again - again)) * seconds
     if plan.cp > 1:
         there, back, exposed = _context(model, cluster, plan, work, efficiency, tokens, width)
         found += [(each, count * (1 + again)) for each, count in there] + back
@@ -213,15 +220,19 @@ def _plan_of(work: Work) -> Plan:
     )
 
 
-def copies(model: Model, cluster: Cluster, plan: Plan) -> float:
-    """How often a routed token is sent: once per expert, or once per node that holds some of its experts.
+def copies(model: Model, cluster: Cluster, plan: Plan, dispatcher: str) -> float:
+    """Copies of a routed token that are sent: one for each of its experts, or with DeepEP and HybridEP one for each
+    node, inside a node for each rank, that has some of them.
 
-    k experts, each on one of n nodes, are on n (1 - (1 - 1/n)^k) of them on average.
+    k experts, each on one of n nodes or ranks, are on n (1 - (1 - 1/n)^k) of them on average.
     """
+    k = model.experts_per_token
+    if dispatcher == "all_to_all":
+        return k
     if not leaves_node(cluster, plan, "ep"):
-        return model.experts_per_token
-    nodes = plan.expert_shards * plan.ep // cluster.node_size
-    found = nodes * (1 - (1 - 1 / nodes) ** model.experts_per_token) if nodes > 1 else model.experts_per_token
+        return plan.ep * (1 - (1 - 1 / plan.ep) ** k)
+    nodes = max(1, plan.expert_shards * plan.ep // cluster.node_size)
+    found = nodes * (1 - (1 - 1 / nodes) ** k) if nodes > 1 else k
     return min(found, model.expert_nodes or found)
 
 

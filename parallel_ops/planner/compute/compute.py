@@ -1,7 +1,7 @@
 """Time of one micro-batch in one layer: forward F, gradient of the input I, gradient of the weights W.
 
     linears           2 FLOPs per weight and token in each of F, I and W, as products of their shapes (``products.py``).
-                      Only these are in fp8 with ``dtype="fp8"``; their operands are converted first
+                      Only these are in low precision; their operands are converted first (``precision.py``)
     attention         4 s h FLOPs per token in F and twice that in I; FlashAttention skips masked blocks and recomputes
                       the scores in I
     elementwise ops   bytes read and written, at a share ``Efficiency.memory`` of the bandwidth
@@ -13,7 +13,7 @@ once.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,11 +23,13 @@ from parallel_ops.planner.compute.products import Engine, linear, product
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FORMATS, stored
+from parallel_ops.planner.recomputation import recomputed
 
+# 16-bit FLOPs and exponentials of a multiprocessor a clock, where FLOPs no longer take longer for heads of 64.
+_SFU_BOUND = {"blackwell": (8192, 16)}
 # Rows of scores in one block of FlashAttention.
 _FLASH_BLOCK = 128
-# Bytes of an element; 2 for other dtypes.
-_WIDTHS = {"fp8": 1, "fp32": 4}
 # Rows, inputs, outputs and count of a linear.
 Shape = tuple[float, float, float, float]
 # Of experts: expert parallelism, tensor-parallel ranks of one expert, ``Efficiency.grouped`` and ``grouped_rows``.
@@ -82,7 +84,8 @@ class Work(NamedTuple):
     grad_bytes: int
     tp_overlap: bool
     dropless: bool
-    cuda_graph: bool
+    cuda_graph: str
+    dispatcher: str
 
 
 def work_of(plan: Plan) -> Work:
@@ -108,6 +111,7 @@ def work_of(plan: Plan) -> Work:
         tp_overlap=plan.tp_overlap,
         dropless=plan.dropless,
         cuda_graph=plan.cuda_graph,
+        dispatcher=plan.dispatcher,
     )
 
 
@@ -118,9 +122,11 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     bandwidth = gpu.bandwidth * efficiency.memory
     engine = engine_of(gpu, efficiency, work.dtype)
     products = engine
-    if work.dtype == "fp8":
-        products = Engine(gpu.peak("fp8") * efficiency.fp8, bandwidth, gpu.multiprocessors)
-    spread = (work.ep, work.expert_shards, efficiency.grouped, efficiency.grouped_rows) if sparse else None
+    if work.dtype in FORMATS:
+        rate = gpu.peak(work.dtype) * efficiency.fp8 * FORMATS[work.dtype].rate
+        products = Engine(rate, bandwidth, gpu.multiprocessors)
+    grouped = efficiency.grouped_fp8 if work.dtype in FORMATS else efficiency.grouped
+    spread = (work.ep, work.expert_shards, grouped, efficiency.grouped_rows) if sparse else None
     f, i, w = _linears(model, products, work.dtype, work.tp, spread, tokens)
     scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
@@ -140,20 +146,51 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
         again = f
     elif work.recompute == "operators":
         again = linears / 2 + forward
-    elif work.recompute == "experts" and spread is not None:
-        grouped = _expert_products(model, products, work.tp, spread, tokens)
-        width = _WIDTHS.get(work.dtype, 2)
-        again = sum(linear(engine, *shape[:3], count=shape[3], width=width)[0] for shape, engine in grouped)
-        routed = model.experts_per_token / (model.experts_per_token + model.shared_experts)
-        again += routed * activation[0] * tokens / bandwidth
-    elif work.recompute == "selective" and work.flash_attention:
-        again = (shared[0] / 2 + activation[0]) * tokens / bandwidth
-        if model.latent:
-            again += 2 * tokens * model.latent_weights / work.tp / engine.flops
-    elif work.recompute == "selective":
-        again = scores + score[0] * tokens / bandwidth
+    else:
+        moved = shared[0], activation[0], score[0]
+        seconds = tuple(each * tokens / bandwidth for each in moved)
+        again = _modules_again(model, products, work, spread, tokens, scores, seconds)
     again *= recomputed_share(model, work.recompute_layers)
     return Passes(f, i + scores_back + backward + again, w)
+
+
+def _modules_again(
+    model: Model,
+    products: Engine,
+    work: Work,
+    spread: Spread | None,
+    tokens: float,
+    scores: float,
+    elementwise: tuple[float, ...],
+) -> float:
+    """Seconds of the forward pass of the modules of a layer that are recomputed.
+
+    ``scores``: of attention; ``elementwise``: around the blocks, in the MLP and on the scores.
+    """
+    modules, (around, activation, score) = recomputed(work.recompute, work.flash_attention), elementwise
+    width, again = _width(work.dtype), 0.0
+
+    def linears(shapes: Iterable[Shape]) -> float:
+        return sum(linear(products, *shape[:3], count=shape[3], width=width)[0] for shape in shapes)
+
+    again += around / 2 if "layernorm" in modules else 0.0
+    again += scores + score if "core_attn" in modules else 0.0
+    if model.latent and "mla_up_proj" in modules:
+        again += 2 * tokens * model.latent_weights / work.tp / products.flops
+    if spread is None:
+        whole = "mlp" in modules
+        again += linears(list(linear_shapes(model, work.tp, tokens, sparse=False))[-2:]) if whole else 0.0
+        return again + (activation if whole or "mlp_act" in modules else 0.0)
+    routed = model.experts_per_token / (model.experts_per_token + model.shared_experts)
+    experts, shared = modules & {"moe", "experts"}, modules & {"moe", "shared_experts"}
+    if experts:
+        grouped = _expert_products(model, products, work.tp, spread, tokens)
+        again += sum(linear(engine, *shape[:3], count=shape[3], width=width)[0] for shape, engine in grouped)
+    if shared and model.shared_experts:
+        again += linears(list(linear_shapes(model, work.tp, tokens, sparse=True))[-2:])
+    if "moe_act" in modules:
+        return again + activation
+    return again + activation * (routed * bool(experts) + (1 - routed) * bool(shared))
 
 
 @lru_cache(maxsize=65536)
@@ -173,11 +210,34 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
     return Passes(f + forward * logits, i + backward * logits, w + accumulate)
 
 
+def _width(dtype: str) -> float:
+    """Bytes of an operand of a product."""
+    return FORMATS[dtype].width if dtype in FORMATS else 4 if dtype == "fp32" else 2
+
+
 @lru_cache(maxsize=4096)
 def engine_of(gpu: GPU, efficiency: Efficiency, dtype: str) -> Engine:
-    """The rates of matrix products in ``dtype``; bf16 for ``"fp8"``, which only the linears of layers use."""
-    peak = gpu.peak("bf16" if dtype == "fp8" else dtype)
+    """The rates of matrix products in ``dtype``; bf16 for low precision, which only the linears of layers use."""
+    peak = gpu.peak(stored(dtype))
     return Engine(peak * efficiency.matmul, gpu.bandwidth * efficiency.memory, gpu.multiprocessors)
+
+
+@lru_cache(maxsize=1024)
+def _exponentials(model: Model, generation: str) -> tuple[float, float]:
+    """Time of FlashAttention, forward and backward, relative to that of heads of 128 for the same FLOPs.
+
+    A score takes 4 FLOPs for each column of a head forward and 10 backward, and one exponential. Tensor cores have
+    doubled with every generation, exponentials have not.
+    """
+    if generation not in _SFU_BOUND:
+        return 1.0, 1.0
+    tensor, exponentials = _SFU_BOUND[generation]
+    head = (model.query_width + model.value_width) / model.num_heads / 2
+
+    def slower(flops: int) -> float:
+        return (flops / tensor + 1 / (exponentials * head)) / (flops / tensor + 1 / (exponentials * 128))
+
+    return slower(4), slower(10)
 
 
 def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, keys: float) -> tuple[float, float]:
@@ -190,9 +250,13 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
         # A causal mask leaves half of the blocks and the diagonal; so does a zigzag ring on each rank.
         left = 0.5 * (1 + min(1.0, _FLASH_BLOCK / keys))
         flops = left * tokens * model.attention_flops * keys / model.seq_length / work.tp
-        peak = gpu.peak("bf16" if work.dtype == "fp8" else work.dtype)
+        peak = gpu.peak(stored(work.dtype))
+        flops *= model.attended(keys)
+        ahead, back = _exponentials(model, gpu.generation)
         # The backward pass recomputes the scores: five products instead of two.
-        return flops / (peak * efficiency.flash_forward), 2.5 * flops / (peak * efficiency.flash_backward)
+        return ahead * flops / (peak * efficiency.flash_forward), 2.5 * back * flops / (
+            peak * efficiency.flash_backward
+        )
     engine, rows = engine_of(gpu, efficiency, work.dtype), model.seq_length / work.cp
     count, heads = work.micro_batch * model.num_heads / work.tp, model.num_heads
     head, value = model.query_width / heads, model.value_width / heads
@@ -210,7 +274,7 @@ def _linears(
 
     Most of the ``Work`` of a search differs in other fields only. ``spread``: of a layer with experts.
     """
-    bandwidth, width = engine.bandwidth, _WIDTHS.get(dtype, 2)
+    bandwidth, width, converted = engine.bandwidth, _width(dtype), FORMATS.get(dtype)
     f = i = w = 0.0
     shapes = [(shape, engine) for shape in linear_shapes(model, tp, tokens, sparse=spread is not None)]
     if spread:
@@ -218,12 +282,10 @@ def _linears(
     for (rows, inputs, outputs, count), used in shapes:
         found = linear(used, rows, inputs, outputs, count=count, width=width)
         f, i, w = f + found[0], i + found[1], w + found[2]
-        if dtype == "fp8":
-            # Inputs and weights are read for their maximum and read and written for the conversion; so is the gradient
-            # in the backward pass, which also writes transposed copies for the gradient of the weights.
-            f += 5 * count * inputs * (rows + outputs) / bandwidth
-            i += 5 * count * rows * outputs / bandwidth
-            w += 2 * count * rows * (inputs + outputs) / bandwidth
+        if converted:
+            f += converted.forward * count * inputs * (rows + outputs) / bandwidth
+            i += converted.backward * count * rows * outputs / bandwidth
+            w += converted.transposed * count * rows * (inputs + outputs) / bandwidth
     return f, i, w
 
 
@@ -277,8 +339,17 @@ def _elementwise(
     ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
     activation = (inputs + 1) * width * ffn / work.tp, (2 * inputs + 1) * width * ffn / work.tp
     rotary = 4 * (model.query_width + model.num_kv_heads * model.head_dim) if model.positions == "rotary" else 0
-    routed = 4 * width * h * model.experts_per_token if sparse else 0  # permute and combine
+    routes = model.experts_per_token if sparse else 0
+    routed = 4 * width * h * routes  # permute and combine
     around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
+    if model.bias == "all":
+        # Experts add biases one by one. Forward: bias times probability in fp32, sum, concatenation, conversion; clamps
+        # of both halves, concatenated. Backward: conversions, and sums for bias and probability
+        # (megatron/core/transformer/moe/experts.py, _apply_bias; fusions/fused_bias_geglu.py).
+        activation = (
+            activation[0] + routes * (28 * h + 8 * inputs * model.expert_ffn / work.expert_shards),
+            activation[1] + routes * (36 * h + 10 * inputs * model.expert_ffn / work.expert_shards),
+        )
     if not work.fused_ops:
         # Two biases, two dropouts and the bias before the activation each read and write.
         around = around[0] + 4 * 2 * width * h / shard, around[1] + 2 * 2 * width * h / shard

@@ -9,8 +9,6 @@ from typing import Any
 from parallel_ops.planner.checks import check_figures
 from parallel_ops.planner.hashing import hashed_once
 
-# Bytes/s per GPU of PCIe 4.0 x16. Assumed.
-HOST_LINK = 25e9
 # Bytes/s per GPU of an optimizer on the host: DeepSpeed's on a node of eight A800 (presets/software.json) reaches
 # 1.8e9, PyTorch's on one of 16 V100 1.4e9 (arXiv:2101.06840, table 4).
 HOST_MEMORY = 1.8e9
@@ -32,6 +30,7 @@ class Efficiency:
             multiprocessors and memory.
         tp_overlap: share of tensor-parallel communication that products hide, if the plan overlaps them.
         grouped: rate of the products of experts with many rows each, relative to others.
+        grouped_fp8: the same in low precision, whose scales are computed expert by expert.
         grouped_rows: rows of an expert at which its products reach half of ``grouped``: n rows reach n / (n + this).
         reduce_scatter: bandwidth of data-parallel reduce-scatters, relative to other collectives.
         elementwise: bytes that elementwise ops move, relative to the ops of this package: fused, or unfused without
@@ -66,6 +65,7 @@ class Efficiency:
     dispatch: float = 0.0
     tp_overlap: float = 0.0
     grouped: float = 1.0
+    grouped_fp8: float = 1.0
     grouped_rows: float = 0.0
     reduce_scatter: float = 1.0
     elementwise: float = 1.0
@@ -96,7 +96,7 @@ COPIES = ("gather_copies", "reduce_copies", "tp_copies")
 SECONDS = ("host", "serial", "collective", "expert_host")
 SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *SIZES, *COPIES))
 # Those that only software has; the others have values for each GPU generation.
-SOFTWARE = (*OPTIONAL, *RATES, *SIZES, *COPIES, "grouped", "reduce_scatter", "serial", "expert_host")
+SOFTWARE = (*OPTIONAL, *RATES, *SIZES, *COPIES, "grouped", "grouped_fp8", "reduce_scatter", "serial", "expert_host")
 # What a machine has more or less of.
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 

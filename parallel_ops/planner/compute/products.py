@@ -33,7 +33,7 @@ class Engine(NamedTuple):
     multiprocessors: int
 
 
-def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, width: int = 2) -> float:
+def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, width: float = 2) -> float:
     """Seconds of ``count`` products of [m, k] and [k, n] with elements of ``width`` bytes, in one launch."""
     if min(m, n, k, count) <= 0:
         return 0.0
@@ -56,7 +56,7 @@ def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, w
 
 @lru_cache(maxsize=65536)
 def linear(
-    engine: Engine, tokens: float, inputs: float, outputs: float, *, count: float = 1, width: int = 2
+    engine: Engine, tokens: float, inputs: float, outputs: float, *, count: float = 1, width: float = 2
 ) -> tuple[float, float, float]:
     """Seconds of output, input gradient and weight gradient of ``count`` linear layers with ``tokens`` rows each."""
     return (

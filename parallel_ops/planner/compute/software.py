@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import Cluster
@@ -20,6 +20,8 @@ from parallel_ops.planner.compute.efficiency import Efficiency, generation_const
 
 Parts = dict[str, dict[str, dict[str, float]]]
 
+# The fewest published tables that carry a constant; with fewer it is a range, and so are the estimates that use it.
+FEWEST_TABLES = 3
 # The default: what runs today.
 CURRENT = "megatron-bridge-2026"
 
@@ -31,13 +33,19 @@ class Software:
     Attributes:
         name: ``"megatron-bridge-2025"``.
         about: what it stands for, in one line.
-        kernels, runtime: names of its parts.
+        kernels, runtime: names of its parts; a runtime may be several joined by ``+``, of which later ones have what
+            differs.
     """
 
     name: str
     about: str
     kernels: str
     runtime: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of all parts, in the order in which their constants apply."""
+        return (self.kernels, *self.runtime.split("+"))
 
 
 def eras() -> tuple[str, ...]:
@@ -99,6 +107,50 @@ def parts() -> Parts:
     }
 
 
+class Fitted(NamedTuple):
+    """A fitted constant.
+
+    Attributes:
+        name: ``"transformer-engine/hopper/fp8"``.
+        value: as shipped.
+        low, high: its values in fits that leave out one table each; at least 10 % around a value of few tables.
+        tables: the tables whose errors it moves, of those that it was fitted to.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    tables: tuple[str, ...]
+
+    @property
+    def half_width(self) -> float:
+        """Relative half-width of its range if fewer tables than ``FEWEST_TABLES`` carry it, else 0."""
+        return 0.0 if len(self.tables) >= FEWEST_TABLES else (self.high - self.low) / (self.high + self.low)
+
+
+@functools.cache
+def fitted_constants() -> tuple[Fitted, ...]:
+    """All constants of software that were fitted to published runs."""
+    data = _file()
+    return tuple(
+        Fitted(f"{part}/{key}/{name}", entry["value"], min(entry["range"]), max(entry["range"]), tuple(entry["tables"]))
+        for kind in ("kernels", "runtimes")
+        for part, keys in data[kind].items()
+        for key, entries in keys.items()
+        for name, entry in entries.items()
+        if entry["source"] == "fit"
+    )
+
+
+@functools.cache
+def uncertainty(generation: str, gpu: str, software: str) -> float:
+    """The largest relative half-width of the constants that an estimate uses and that few tables carry."""
+    used = {f"{part}/{key}" for part in era(software).parts for key in ("all", generation, gpu)}
+    found = (each.half_width for each in fitted_constants() if each.name.rpartition("/")[0] in used)
+    return max(found, default=0.0)
+
+
 @functools.cache
 def measured_kernels(kernels: str, generation: str) -> str:
     """``kernels`` if it has constants for a GPU generation, else ``"eager"``, whose constants are then used."""
@@ -112,7 +164,7 @@ def with_parts(
     """``efficiency`` with given values of the parts. ``changed``: constants of the generation that differ."""
     known, near = generation_constants(generation)
     found = {**known, **(changed or {})}
-    for part in (software.kernels, software.runtime):
+    for part in software.parts:
         for key in ("all", near, generation, gpu):
             found.update(values[part].get(key, {}))
     if near != generation and not {generation, "all"} & set(values[software.kernels]):

@@ -15,12 +15,18 @@ from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import chunk_layers, leaves_node
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.recomputation import recomputed
 
 Option = tuple[str, ...]
 _FP16: Option = ("--fp16",)
 _BF16: Option = ("--bf16",)
 # Current scaling per tensor: the default, delayed scaling, does not support recomputation of norms and activations.
-_FP8: tuple[Option, ...] = (("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise"))
+_RECIPES: dict[str, tuple[Option, ...]] = {
+    "fp8": (("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise")),
+    "fp8_blockwise": (("--fp8-format", "e4m3"), ("--fp8-recipe", "blockwise")),
+    "mxfp8": (("--fp8-format", "e4m3"), ("--fp8-recipe", "mxfp8")),
+    "nvfp4": (("--fp4-format", "e2m1"), ("--fp4-recipe", "nvfp4")),
+}
 
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
@@ -34,23 +40,35 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield f"it accumulates gradients in fp32 or bf16, not {plan.grad_dtype}"
     if plan.offload == "optimizer" and plan.zero != 1:
         yield "it offloads the optimizer of its distributed optimizer, ZeRO 1"
-    if plan.recompute == "selective" and plan.flash_attention and not model.experts:
-        yield "it cannot recompute the activation function of a dense MLP alone; recompute=none or full"
-    if plan.activation_dtype and plan.dtype != "fp8":
+    yield from _memory_problems(model, plan)
+    if plan.activation_dtype and plan.dtype not in _RECIPES:
         yield f"it keeps inputs in fp8 for fp8 products only, not {plan.dtype}"
     if plan.moment_dtype != "fp32" and plan.zero != 1:
         yield "its precision-aware optimizer is the distributed one, ZeRO 1"
-    if plan.recompute_layers and (plan.recompute != "full" or plan.recompute_layers % (plan.pp * plan.virtual_stages)):
-        yield "it recomputes whole layers, the same number in each chunk"
     if plan.ep_overlap and plan.pp > 1 and plan.schedule != "interleaved":
         yield "it overlaps the all-to-alls of experts in its interleaved schedule"
     if model.bias == "qkv" and model.latent is not None:
         yield "latent attention has no bias"
 
 
+def _memory_problems(model: Model, plan: Plan) -> Iterator[str]:
+    if plan.recompute in ("operators", "experts"):
+        yield f"it recomputes layers or modules, not recompute={plan.recompute}"
+    if "mlp_act" in recomputed(plan.recompute, plan.flash_attention) and not (
+        model.experts and plan.recompute == "selective"
+    ):
+        yield "it cannot recompute the activation function of a dense MLP alone; recompute=mlp, none or full"
+    if "activations" in plan.offload and (plan.pp > 1 or plan.recompute != "none"):
+        yield "it offloads activations without a pipeline and without recomputation"
+    if "activations" in plan.offload and not 0 < plan.offload_layers < model.num_layers:
+        yield f"it offloads the activations of some layers: offload_layers of 1 to {model.num_layers - 1}"
+    if plan.recompute_layers and (plan.recompute != "full" or plan.recompute_layers % (plan.pp * plan.virtual_stages)):
+        yield "it recomputes whole layers, the same number in each chunk"
+
+
 def _own(plan: Plan) -> dict[str, Any]:
     # Transformer Engine keeps the inputs of fp8 products in fp8.
-    return {"fused_loss": False, "fsdp": False, "activation_dtype": "fp8" if plan.dtype == "fp8" else ""}
+    return {"fused_loss": False, "fsdp": False, "activation_dtype": "fp8" if plan.dtype in _RECIPES else ""}
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -115,7 +133,7 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
         # By default, experts have the tensor parallelism of the dense layers.
         if plan.expert_shards != plan.tp:
             yield "--expert-tensor-parallel-size", str(plan.expert_shards)
-        yield "--moe-token-dispatcher-type", "alltoall"
+        yield from _dispatcher(plan)
         yield from [("--overlap-moe-expert-parallel-comm",)] if plan.ep_overlap else []
         if not plan.dropless:
             yield "--moe-expert-capacity-factor", "1.0"
@@ -134,14 +152,22 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
         yield "--data-parallel-sharding-strategy", "optim_grads" if plan.zero == 2 else "optim_grads_params"
         yield "--ckpt-format", "fsdp_dtensor"
         yield ("--no-gradient-accumulation-fusion",)
-    if plan.cuda_graph:
-        yield "--cuda-graph-impl", "local"
-        yield "--cuda-graph-scope", "full_iteration"
+    if plan.cuda_graph != "none":
+        whole = plan.cuda_graph == "full"
+        yield "--cuda-graph-impl", "local" if whole else "transformer_engine"
+        router = ["moe_router", "moe_preprocess"] if model.experts else []
+        yield "--cuda-graph-scope", *(["full_iteration"] if whole else ["attn", *router])
     if plan.overlap and plan.dp > 1:
         yield ("--overlap-grad-reduce",)
         yield from [("--overlap-param-gather",)] if plan.zero else []
     if plan.pp > 1 and plan.tp > 1 and not plan.scatter_gather:
         yield ("--no-scatter-gather-tensors-in-pipeline",)
+
+
+def _dispatcher(plan: Plan) -> Iterator[Option]:
+    yield "--moe-token-dispatcher-type", "alltoall" if plan.dispatcher == "all_to_all" else "flex"
+    if plan.dispatcher != "all_to_all":
+        yield "--moe-flex-dispatcher-backend", plan.dispatcher
 
 
 def _stages(model: Model, plan: Plan) -> Iterator[Option]:
@@ -156,11 +182,15 @@ def _stages(model: Model, plan: Plan) -> Iterator[Option]:
 
 def _precision(plan: Plan) -> Iterator[Option]:
     yield from [("--attention-backend", "flash")] if plan.flash_attention else []
-    yield from {"fp16": [_FP16], "bf16": [_BF16], "fp8": [_BF16, *_FP8], "fp32": []}[plan.dtype]
+    if plan.dtype != "fp32":
+        yield from [_FP16] if plan.dtype == "fp16" else [_BF16, *_RECIPES.get(plan.dtype, ())]
     if plan.dtype != "fp32":
         yield ("--accumulate-allreduce-grads-in-fp32" if plan.grad_dtype == "fp32" else "--grad-reduce-in-bf16",)
     if plan.offload == "optimizer":
         yield ("--optimizer-cpu-offload",)
+    if plan.offload == "activations":
+        yield ("--cpu-offloading",)
+        yield "--cpu-offloading-num-layers", str(plan.offload_layers)
     if plan.offload == "optimizer" or plan.moment_dtype == "bf16":
         yield ("--use-precision-aware-optimizer",)
     if plan.moment_dtype == "bf16":
@@ -176,9 +206,10 @@ def _recomputation(model: Model, plan: Plan) -> Iterator[Option]:
         yield "--recompute-granularity", "full"
         yield "--recompute-method", "block" if plan.recompute_layers else "uniform"
         yield "--recompute-num-layers", str(max(1, plan.recompute_layers // (plan.pp * plan.virtual_stages)))
-    elif plan.recompute == "selective":
+    elif plan.recompute != "none":
+        named = plan.recompute.split("+") if plan.recompute != "selective" else _modules(model, plan)
         yield "--recompute-granularity", "selective"
-        yield "--recompute-modules", *_modules(model, plan)
+        yield "--recompute-modules", *named
 
 
 def _modules(model: Model, plan: Plan) -> Iterator[str]:
@@ -211,10 +242,11 @@ MEGATRON = ExportTarget(
     limits={
         "gather_parameters": ((False,), "Megatron-FSDP gathers layers"),
         "schedule": (("1f1b", "interleaved"), "its pipeline runs 1f1b and interleaved"),
-        "offload": (("none", "optimizer"), "it offloads the optimizer; activations need choices that a plan lacks"),
+        "offload": (("none", "optimizer", "activations"), "it offloads the optimizer, or activations of some layers"),
         "dp_replicate": ((1,), "it shards over all data-parallel ranks"),
         "fused_loss": ((False,), "its loss comes after the output embedding, as an op of its own"),
-        "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
+        "dtype": (("bf16", "fp16", "fp32", *_RECIPES), "it has no recipe with a scale a row"),
+        "moment_dtype": (("fp32", "bf16"), "its Adam moments are in fp32 or bf16"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
         "master_bytes": ((4,), "its master weights are in fp32"),
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),

@@ -24,12 +24,14 @@ PLAIN_STATES: Limits = {
     "master_bytes": ((4,), "its master weights are in fp32"),
     "inplace_loss": ((False,), "its loss keeps the logits"),
     "recompute_layers": ((0,), "it recomputes all layers or none"),
-    "cuda_graph": ((False,), "its host launches the kernels of a step"),
+    "cuda_graph": (("none",), "its host launches the kernels of a step"),
+    "offload_layers": ((0,), "it offloads the activations of all layers or of none"),
 }
 PLAIN_EXPERTS: Limits = {
     "expert_tp": ((0,), "its experts have the tensor parallelism of the dense layers"),
     "ep_overlap": ((False,), "its experts wait for their tokens"),
     "dropless": ((True,), "its experts compute all tokens"),
+    "dispatcher": (("all_to_all",), "its experts have all-to-alls"),
 }
 
 

@@ -78,7 +78,8 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    return {"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {}
+    own: dict[str, Any] = {"dispatcher": "all_to_all"}
+    return own | ({"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {})
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.recomputation import recomputed
 
 
 def _layer_bytes(
@@ -27,26 +28,29 @@ def _layer_bytes(
         scores = 4 * model.num_heads if flash else width * model.num_heads * model.seq_length
         return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
     mask = 1 if model.dropout else 0
-    cheap = 0 if flash and recompute == "selective" else 1
-    unsharded += width * h + cheap * inputs * h + mask * h  # input of the norm, its output, mask after attention
-    unsharded += width * h + cheap * inputs * h + mask * h  # the same of the MLP
+    again = recomputed(recompute, flash)
+    norm = 0 if "layernorm" in again else inputs
+    # Input of the norm, its output, mask after attention; the same of the MLP.
+    unsharded += 2 * (width + norm + mask) * h
     sharded += width * model.value_width
-    if not model.latent or cheap:
+    if not model.latent or "mla_up_proj" not in again:
         sharded += width * (model.query_width + model.key_value_width)
     if model.latent:
         unsharded += width * (model.latent.query_rank + model.latent.key_value_rank + model.latent.rope_head)
     if flash:
         sharded += 4 * model.num_heads  # the logsumexp of each row
-    elif recompute != "selective":
+    elif "core_attn" not in again:
         sharded += model.num_heads * model.seq_length * (2 * width + 1 if model.dropout else width)
     # Before and after the activation function; a gated one has two inputs.
-    per_ffn = width * (2 if model.gated else 1) + inputs * cheap
+    per_ffn = width * (2 if model.gated else 1)
+    per_ffn += inputs if ("moe_act" if sparse else "mlp_act") not in again else 0
     if not sparse:
-        sharded += per_ffn * model.ffn_hidden_size
+        sharded += per_ffn * model.ffn_hidden_size if "mlp" not in again else 0
     else:
-        used = model.shared_experts + (model.experts_per_token if recompute != "experts" else 0)
+        used = model.shared_experts if not again & {"moe", "shared_experts"} else 0
+        used += model.experts_per_token if not again & {"moe", "experts"} else 0
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
-        unsharded += inputs * h * model.experts_per_token  # dispatched tokens
+        unsharded += inputs * h * model.experts_per_token if "moe" not in again else 0  # dispatched tokens
     return unsharded / shard + sharded / tp
 
 

@@ -35,6 +35,7 @@ from parallel_ops.planner.placement import (
     head_rank,
     in_flight,
     layer_counts,
+    recomputed_share,
     stage_layout,
 )
 from parallel_ops.planner.plan import Plan
@@ -235,12 +236,13 @@ class PlanMemory:
             activations = self._held[stage, recompute] = self._all_activations(found, recompute)
         return activations
 
-    @staticmethod
-    def _resident(found: FixedMemory, offload: str) -> float:
-        """The share of the activations that stays on the device: the current layer and the next."""
+    def _resident(self, found: FixedMemory, offload: str) -> float:
+        """The share of the activations that stays on the device: layers that are not offloaded, the current layer and
+        the next."""
         if "activations" not in offload:
             return 1.0
-        return min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
+        away = recomputed_share(self.model, self.plan.offload_layers)
+        return min(1.0, 1 - away + away * 2 / (found.held * max(1, found.dense + found.sparse)))
 
     def _all_activations(self, found: FixedMemory, recompute: str) -> float:
         dense, sparse = self._layers.get(recompute) or self._layer(recompute)

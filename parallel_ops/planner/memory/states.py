@@ -63,7 +63,7 @@ def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
 
 
 def element_bytes(plan: Plan) -> int:
-    """Bytes of a parameter or an activation; 2 for fp8, which is a format of matrix products only."""
+    """Bytes of a parameter or an activation; low-precision formats are those of matrix products only."""
     return 4 if plan.dtype == "fp32" else 2
 
 
@@ -71,7 +71,7 @@ def state_bytes(plan: Plan) -> tuple[int, int, int]:
     """Bytes of parameter, gradient and optimizer state per parameter, before ZeRO."""
     parameter = element_bytes(plan)
     gradient = 4 if plan.grad_dtype == "fp32" else parameter
-    moments = 8 if plan.moment_dtype == "fp32" else 4
+    moments = {"fp32": 8, "bf16": 4, "8bit": 2}[plan.moment_dtype]
     return parameter, gradient, moments if plan.dtype == "fp32" else moments + plan.master_bytes
 
 

@@ -12,9 +12,10 @@ from parallel_ops.planner.feasibility import SPLIT_BACKWARD, MemoryCheck, Proble
 from parallel_ops.planner.memory.states import state_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
+from parallel_ops.planner.precision import stored
 from parallel_ops.planner.results import Rejection
 from parallel_ops.planner.search.balance import balanced_chunks
-from parallel_ops.planner.search.options import SearchOptions
+from parallel_ops.planner.search.options import STATES, SearchOptions
 
 
 class Candidates:
@@ -38,6 +39,12 @@ class Candidates:
 
     def plans(self) -> Iterator[Plan]:
         """Yields every plan that can run, with its cheapest recomputation and offload. Collects ``rejected`` ones."""
+        for name in ("dp", "tp", "pp", "cp"):
+            for size in getattr(self.options, name):
+                if self.cluster.gpus % size:
+                    plan = replace(self.options.base, **{name: size}, global_batch=size if name == "dp" else 1)
+                    reason = f"{name}={size} does not divide the {self.cluster.gpus} GPUs"
+                    self._reject(plan, Problem("size", reason))
         for placed in self._placements():
             for sharded in self._shardings(placed):
                 found = self._states_problem(sharded)
@@ -83,12 +90,16 @@ class Candidates:
                     yield plan
 
     def _shardings(self, placed: Plan) -> Iterator[Plan]:
-        """Dtypes, ZeRO stages, and replicas of their shards, of one placement."""
+        """Dtypes and other values of ``STATES``, ZeRO stages, and replicas of their shards, of one placement."""
         alone = placed.dp * placed.cp == 1 and not self.system and 0 in self.options.zero
-        for dtype, zero in itertools.product(self.options.dtype, self.options.zero):
+        tried = itertools.product(*(getattr(self.options, name) for name in STATES))
+        for values, zero in itertools.product(tried, self.options.zero):
             if zero and alone:
                 continue  # nobody to share with: the same as ZeRO-0
-            plan = self._as_target_does(unchecked(placed, dtype=dtype, zero=zero))
+            changes = dict(zip(STATES, values, strict=True))
+            if changes["grad_dtype"] not in ("fp32", stored(changes["dtype"])):
+                continue
+            plan = self._as_target_does(unchecked(placed, **changes, zero=zero))
             for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
                 found = _replica_problem(plan, replicas)
                 if found:

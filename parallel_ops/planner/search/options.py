@@ -6,6 +6,7 @@ from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export import find_target
+from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, Plan
 
 BASE = Plan(fused_loss=True)
@@ -26,7 +27,7 @@ class SearchOptions:
         micro_batches: sizes of a micro-batch, in sequences.
         virtual_stages: chunks per rank of interleaved 1F1B.
         context_tokens: least tokens of a sequence per context-parallel rank.
-        dtype: dtypes to try; empty for that of ``base``.
+        dtype, grad_dtype, moment_dtype, cuda_graph, dispatcher: values to try; empty for that of ``base``.
         zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``. The first combination of
             ``recompute`` and ``offload`` that fits is taken, so cheaper ones come first.
         base: plan with the other fields (fused loss, moments, ...) of all plans.
@@ -45,6 +46,10 @@ class SearchOptions:
     virtual_stages: tuple[int, ...] = (2, 4)
     context_tokens: int = 2048
     dtype: tuple[str, ...] = ()
+    grad_dtype: tuple[str, ...] = ()
+    moment_dtype: tuple[str, ...] = ()
+    cuda_graph: tuple[str, ...] = ()
+    dispatcher: tuple[str, ...] = ()
     zero: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = USUAL_SCHEDULES
     recompute: tuple[str, ...] = RECOMPUTE
@@ -56,6 +61,8 @@ class SearchOptions:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Fields whose values a search tries together, on every placement.
+STATES = ("dtype", "grad_dtype", "moment_dtype", "cuda_graph", "dispatcher")
 # Fields of ``Plan`` whose values are in a field of ``SearchOptions`` with another name.
 PLURALS = {
     "micro_batch": "micro_batches",
@@ -70,13 +77,23 @@ def default_options(cluster: Cluster) -> SearchOptions:
     return SearchOptions(base=replace(BASE, dtype=next((n for n in ("bf16", "fp16") if getattr(gpu, n)), "fp32")))
 
 
+def with_dispatcher(options: SearchOptions, model: Model) -> SearchOptions:
+    """``options`` with DeepEP for a model with experts, if the target can have it and no dispatcher is asked for."""
+    has = find_target(options.target).limits.get("dispatcher") if options.target else None
+    named = options.dispatcher or "dispatcher" in options.fixed or options.base.dispatcher != "all_to_all"
+    if not model.experts or named or (has and "deepep" not in has[0]):
+        return options
+    return replace(options, dispatcher=("deepep",))
+
+
 def within_target(options: SearchOptions) -> SearchOptions:
     """The options with their dtypes, and without values that the target does not support.
 
     Raises:
         ValueError: no value of a field is left, or the target is unknown.
     """
-    options = replace(options, dtype=options.dtype or (options.base.dtype,))
+    tried: dict[str, Any] = {name: getattr(options, name) or (getattr(options.base, name),) for name in STATES}
+    options = replace(options, **tried)
     if not options.target:
         return options
     system = find_target(options.target)

@@ -7,6 +7,7 @@
             the cheapest recomputation and offload that fit
             uneven stages, if they make the slowest rank faster and fit too
     rank by a simulation of a smaller pipeline; simulate the schedules of the best plans and rank these again
+    the simplest of those that are within 2 % of the fastest comes first
 
 Recomputation and offload only cost time, so a plan that fits without them is not tried with them.
 """
@@ -26,14 +27,16 @@ from parallel_ops.planner.export import find_target, systems
 from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import NearMiss, Rejection, SearchResult, family
+from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, family, features
 from parallel_ops.planner.search.candidates import Candidates
-from parallel_ops.planner.search.options import SearchOptions, default_options, within_target
+from parallel_ops.planner.search.options import SearchOptions, default_options, with_dispatcher, within_target
 from parallel_ops.planner.search.sensitivity import sensitivity
 from parallel_ops.planner.step import StepTime, step_seconds
 
 # A near miss exceeds a GPU's memory by at most a share NEAR and is faster than the best plan by at least FASTER.
 NEAR, FASTER = 0.1, 0.01
+# The simplest of the plans that take at most this much longer than the fastest comes first.
+NEARLY = 0.02
 # The fastest plans whose order the sensitivity to constants is about.
 MOST_COMPARED = 60
 # Plans among which one with room for an error of the memory is looked for.
@@ -73,7 +76,7 @@ def search(
             the target supports no value that the options have for a field.
     """
     given = _Given(batch=batch, keep=keep)
-    options = within_target(options or default_options(cluster))
+    options = within_target(with_dispatcher(options or default_options(cluster), model))
     for dtype in options.dtype:
         cluster.gpu.peak(dtype)  # raises if the GPU has no such products: no plan could run
     software = software or (find_target(options.target).software if options.target else CURRENT)
@@ -90,6 +93,7 @@ def search(
         # All of the fastest only just fit: the fastest of those that have room comes first.
         more = map(estimated, itertools.islice(_known(model, cluster, ranking, options), MOST_TIGHT))
         plans[:0] = next(([found] for found in more if not found.tight), [])
+    plans = _simplest_first(plans)
     return SearchResult(
         model=model,
         cluster=cluster,
@@ -102,9 +106,16 @@ def search(
     )
 
 
+def _simplest_first(plans: list[Estimate]) -> list[Estimate]:
+    """Moves the simplest of the plans that are at most ``NEARLY`` slower than the first to the front."""
+    near = [found for found in plans if found.step <= plans[0].step * (1 + NEARLY) and found.tight == plans[0].tight]
+    first = min(near, key=lambda found: (features(found.plan), found.step), default=None)
+    return [first, *(found for found in plans if found is not first)] if first else plans
+
+
 def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: SearchOptions | None = None) -> int:
     """The fewest GPUs, a power of two, on which a plan fits; 0 if 65,536 are not enough. Arguments: see ``search``."""
-    options = within_target(options or default_options(cluster))
+    options = within_target(with_dispatcher(options or default_options(cluster), model))
     # One schedule and micro-batch suffice to find out whether a plan fits.
     quick = replace(options, micro_batches=options.micro_batches[:1])
     if "1f1b" in options.schedules:

@@ -7,6 +7,7 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import CONSTANTS, RATES, Efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Sensitivity
 from parallel_ops.planner.step import step_seconds
 
@@ -21,7 +22,7 @@ def _matters(name: str, model: Model, plans: Sequence[Plan]) -> bool:
     if name == "host_memory":
         return any("optimizer" in plan.offload for plan in plans)
     if name == "fp8":
-        return any(plan.dtype == "fp8" for plan in plans)
+        return any(plan.dtype in FORMATS for plan in plans)
     return name != "tp_overlap" or any(plan.tp > 1 for plan in plans)
 
 

@@ -97,6 +97,7 @@ def deepseek() -> Iterator[Measurement]:
             dtype="fp8",
             activation_dtype="fp8",  # sections 3.3.2 and 3.3.3
             moment_dtype="bf16",
+            dispatcher="deepep",
         )
         model = presets.model("deepseek-v3")
         steps = 14.8e12 / (plan.global_batch * model.seq_length)

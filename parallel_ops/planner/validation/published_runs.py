@@ -5,6 +5,8 @@ runs of your own: ``parallel-ops validate --runs FILE``.
 """
 
 import csv
+import functools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -16,8 +18,10 @@ from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FORMATS
+from parallel_ops.planner.recomputation import MODULES
 from parallel_ops.planner.step import step_seconds
-from parallel_ops.planner.validation.measurement import Measurement
+from parallel_ops.planner.validation.measurement import Measurement, rows
 
 _FOLDER = files("parallel_ops.planner.validation").joinpath("runs")
 
@@ -87,7 +91,8 @@ _SYSTEMS = {
         _FP8,
     ),
     "NeMo AutoModel": _System(
-        "automodel-2025", {"fsdp": False, "grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0}
+        "automodel-2025",
+        {"fsdp": False, "grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0, "dispatcher": "deepep"},
     ),
     "NeMo": _System("nemo-2024", {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2}, _FP8),
     # Its scripts switch the overlap of tensor parallelism off. The products of the same machine give two constants.
@@ -125,7 +130,8 @@ def _measurement(source: str, row: dict[str, str]) -> Measurement:
         plan=plan,
         seconds=seconds,
         software=system.software,
-        fitted=system.fitted,
+        # Attention with sinks has kernels of its own, which no constant stands for.
+        fitted=system.fitted and not model.name.startswith("gpt-oss"),
         memory=float(row["memory_gib"]) if row["memory_gib"] else 0.0,
     )
 
@@ -185,17 +191,47 @@ def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, 
         virtual_stages=virtual_stages,
         micro_batch=micro_batch,
         global_batch=int(row["gbs"]),
-        recompute={"some": "full"}.get(row["recompute"], row["recompute"]),
+        recompute=_recompute(row),
         recompute_layers=_recomputed(model, row),
         offload="optimizer" if "offload" in row["flags"] else "none",
-        dtype=row["dtype"],
+        dtype="mxfp8" if "MXFP8" in row["note"] or "FP8-MX" in row["note"] else row["dtype"],
         fused_ops="eager" not in row["flags"] and "ds" not in row["flags"].split(),
         fused_loss=False,
         ep_overlap="all-to-all overlapped" in row["note"],
         dropless="tokendrop" not in row["note"],
-        cuda_graph="full-iteration CUDA graph" in row["note"],
     )
-    return replace(made, **{**system.plan, **((system.fp8 or {}) if made.dtype == "fp8" else {})})
+    fp8 = (system.fp8 or {}) if made.dtype in FORMATS else {}
+    return replace(made, **{**_launches(row), **system.plan, **fp8})
+
+
+def _recompute(row: dict[str, str]) -> str:
+    """``Plan.recompute`` of a row: the modules that its note names, "recompute layernorm and moe_act"."""
+    named = re.search(r"recompute ([a-z_]+(?: and [a-z_]+)*)", row["note"])
+    modules = named[1].split(" and ") if named else []
+    if row["recompute"] == "selective" and modules and set(modules) <= set(MODULES):
+        return "+".join(modules)
+    return {"some": "full"}.get(row["recompute"], row["recompute"])
+
+
+@functools.cache
+def _recipes() -> tuple[dict[str, str], ...]:
+    return tuple(rows("recipes")[1])
+
+
+def _launches(row: dict[str, str]) -> dict[str, Any]:
+    """CUDA graph, dispatcher and offloaded layers of a row: what its note says, else those of its recipe."""
+    made: dict[str, Any] = {"cuda_graph": "none", "dispatcher": "all_to_all"}
+    for recipe in _recipes() if row["source"].startswith("Megatron-Bridge") else ():
+        gpu, model = row["system"].partition(":")[0], row["model"].partition(":")[0]
+        fits = recipe["model"] == model and gpu in (recipe["gpus"].split() or [gpu])
+        fits = fits and recipe["dtype"] in ("", row["dtype"])
+        if fits and recipe["from"] <= row["release"][:5] <= recipe["until"]:
+            made = {"cuda_graph": recipe["cuda_graph"], "dispatcher": recipe["dispatcher"]}
+            if recipe["offload_layers"] and row["zero"] == "3":
+                made |= {"offload": "activations", "offload_layers": int(recipe["offload_layers"])}
+    named = [name for name in ("deepep", "hybridep") if name in row["note"].lower()]
+    made |= {"dispatcher": named[0]} if named else {}
+    return made | ({"cuda_graph": "full"} if "full-iteration CUDA graph" in row["note"] else {})
 
 
 def _recomputed(model: Model, row: dict[str, str]) -> int:
