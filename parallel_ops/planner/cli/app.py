@@ -23,6 +23,8 @@ from parallel_ops.planner.cli.options import (
     Output,
     PlanText,
     Price,
+    Prices,
+    Run,
     Sequence,
     SoftwareName,
     System,
@@ -39,10 +41,12 @@ from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.pictures import drawing
+from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Estimate, SearchResult
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 from parallel_ops.planner.search.options import SearchOptions
 from parallel_ops.planner.search.search import search
+from parallel_ops.planner.training_run import expected
 from parallel_ops.planner.validation import validate
 from parallel_ops.planner.validation.published_runs import runs as read_runs
 
@@ -113,7 +117,7 @@ def plan_command(
     console.print(tables.plans(shown, ties))
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
     console.print(f"\n{tables.whose_times(shown)}", highlight=False)
-    if machine.gpu.fp8 and not any(found.plan.dtype == "fp8" for found in shown):
+    if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
         console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
@@ -136,6 +140,8 @@ def estimate_command(
     system: WrittenFor = None,
     software: SoftwareName = None,
     price: Price = None,
+    run: Run = None,
+    prices: Prices = None,
     json: Json = False,
     output: Output = None,
     launcher: Launcher = None,
@@ -162,12 +168,19 @@ def estimate_command(
         if problem is not None:
             typer.echo(f"does not fit: {problem[1]}", err=True)
         sys.exit(0 if problem is None else NO)
+    whole = expected(found, inputs.run(run), inputs.prices(prices)) if run else None
     if json:
-        _print_json({**tables.estimate_data(found), "fits": problem is None})
+        more = {"run": whole._asdict()} if whole else {}
+        _print_json({**tables.estimate_data(found), "fits": problem is None, **more})
         sys.exit(0 if problem is None else NO)
     console = _console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
-    for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
+    for part in (
+        tables.summary(found),
+        *([tables.run(whole)] if whole else []),
+        tables.memory(found),
+        tables.transfers(found),
+    ):
         console.print(part)
         console.print()
     if found.broken_rules:
@@ -255,7 +268,7 @@ def validate_command(
         _print_json(tables.report_data(report))
     else:
         console = _console()
-        parts = tables.summaries(report), tables.left_out(report), tables.promises(report)
+        parts = tables.summaries(report), tables.left_out(report), tables.constants(), tables.promises(report)
         for part in (*(tables.errors(report) if rows else ()), *parts):
             console.print(part)
             console.print()

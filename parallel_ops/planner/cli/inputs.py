@@ -1,46 +1,58 @@
 """Arguments of the commands: models and clusters by name or file, batches, plans, search options."""
 
+import importlib
 import json
 import math
-import re
+import sys
+import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.checks import unknown
+from parallel_ops.planner.cli.huggingface_config import is_config, model_of
+from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.export import ExportTarget, find_target
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
-from parallel_ops.planner.search.options import PLURALS, SearchOptions, default_options
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+from parallel_ops.planner.search.options import PLURALS, STATES, SearchOptions, default_options
+from parallel_ops.planner.training_run import TrainingRun
 
 
 def model(name: str, sequence: int | None = None) -> Model:
-    """The model of a preset's name, or of a JSON file with the fields of ``Model``.
+    """The model of a preset's name, of a file with the fields of ``Model``, or of a Hugging Face ``config.json``.
 
     Args:
-        name: preset, or path that ends in ``.json``.
+        name: preset, as repositories spell it too; a path that ends in ``.json`` or ``.toml``, or a folder with a
+            ``config.json``. What had to be assumed about the latter is a warning.
         sequence: tokens of a sequence in place of the model's own.
 
     Raises:
         ValueError, TypeError: the name is unknown (with the nearest ones), the file has no such model, or the length is
             not positive.
     """
-    if name.endswith(".json"):
+    if Path(name, "config.json").is_file():
+        name = str(Path(name, "config.json"))
+    if name.endswith((".json", ".toml")):
         data = _read(name)
+        if is_config(data):
+            title = Path(name).resolve().parent.name if Path(name).name == "config.json" else Path(name).stem
+            made, assumed = model_of(data, title, sequence)
+            if assumed:
+                warnings.warn(f"{name}: assumed {'; '.join(assumed)}", stacklevel=2)
+            return made
         if data.get("latent") is not None:
             data["latent"] = _build(LatentAttention, data["latent"], name)
         found = _build(Model, {"name": Path(name).stem, **data}, name)
     else:
-        found = presets.model(name)
+        found = presets.model(name if name.lower() in presets.models() else model_name(name))
     return found if sequence is None else replace(found, seq_length=sequence)
 
 
 def cluster(name: str, price: float | None = None) -> Cluster:
-    """The cluster of a preset's name, or of a JSON file with the fields of ``Cluster``.
+    """The cluster of a preset's name (``h100x64`` or ``64xH100``), or of a file with the fields of ``Cluster``.
 
     In the file ``gpu`` is the name of a GPU or the fields of one, ``intra`` and ``inter`` the fields of a link,
     ``constants`` measured efficiencies by name. ``parallel-ops calibrate`` writes such a file.
@@ -48,7 +60,7 @@ def cluster(name: str, price: float | None = None) -> Cluster:
     Raises:
         ValueError, TypeError: the name is unknown (with the nearest ones), or the file has no such cluster.
     """
-    if name.endswith(".json"):
+    if name.endswith((".json", ".toml")):
         data = _read(name)
         if isinstance(data.get("gpu"), str):
             data["gpu"] = presets.gpu(data["gpu"])
@@ -64,7 +76,7 @@ def cluster(name: str, price: float | None = None) -> Cluster:
         data.pop("measured", None)  # what calibrate measured, for people
         found = _build(Cluster, {"name": Path(name).stem, **data}, name)
     else:
-        found = presets.cluster(name)
+        found = presets.cluster(name if name.lower() in presets.clusters() else cluster_name(name))
     return found if price is None else replace(found, price=price)
 
 
@@ -74,12 +86,12 @@ def batch(text: str, sequence: int) -> int:
     Raises:
         ValueError: not such a number, or not a whole number of sequences.
     """
-    found = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
-    if not found or not int(found[1]):
-        raise ValueError(f"--batch must be sequences (2048) or tokens (16M), got {text!r}")
-    if not found[2]:
-        return int(found[1])
-    tokens = int(found[1]) * _UNITS[found[2]]
+    try:
+        tokens, unit = whole(text, binary=True)
+    except ValueError:
+        raise ValueError(f"--batch must be sequences (2048) or tokens (16M), got {text!r}") from None
+    if not unit:
+        return tokens
     if tokens % sequence:
         raise ValueError(
             f"--batch {text} is {tokens:,} tokens, not a whole number of sequences of {sequence:,}; the nearest "
@@ -99,7 +111,7 @@ def plan(text: str, gpus: int, sequences: int, system: ExportTarget | None = Non
             divide the number of GPUs, or the plan is invalid.
     """
     known = set(PLAN_FIELDS) - {"global_batch"}
-    given = _read(text) if text.endswith(".json") else parse_fields(text, "--plan", known)
+    given = _read(text) if text.endswith((".json", ".toml")) else parse_fields(text, "--plan", known)
     for name in given:
         if name not in known:
             raise unknown("field of --plan", name, known)
@@ -147,9 +159,9 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOpt
         option = PLURALS.get(name, name)
         if hasattr(out, option):
             changes[option] = found
-        elif len(found) == 1:
-            fixed[name] = found[0]
-        else:
+        if len(found) == 1 and (name in STATES[1:] or not hasattr(out, option)):
+            fixed[name] = found[0]  # also where a system has another default
+        elif not hasattr(out, option):
             raise ValueError(f"--only: {name} takes one value, got {':'.join(map(str, found))}")
     base = replace(out.base, dtype=given["dtype"][0] if "dtype" in given else out.base.dtype)
     for dtype in given.get("dtype", ()):
@@ -168,11 +180,50 @@ def _check_value(name: str, value: Any) -> None:
         Plan(schedule=value, virtual_stages=2 if value in (*V_SHAPED, "interleaved") else 1)
 
 
-def _read(name: str) -> dict[str, Any]:
+def run(text: str) -> TrainingRun:
+    """A training run: its tokens, ``15T``, or fields, ``tokens=15T,mtbf=50000,checkpoint=30,restart=600``.
+
+    Raises:
+        ValueError: a field is unknown (with the nearest names) or no such number.
+    """
+    given: dict[str, float] = {}
+    known = [field.name for field in fields(TrainingRun)]
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            name, value = "tokens", name
+        if name not in known:
+            raise unknown("field of --run", name, known)
+        try:
+            given[name] = whole(value, binary=False)[0] if name == "tokens" else float(value)
+        except ValueError:
+            raise ValueError(
+                f"--run: {name} must be a number such as {'15T' if name == 'tokens' else 600}, got {value!r}"
+            ) from None
+    if "tokens" not in given:
+        raise ValueError("--run needs the tokens of the run: 15T, or tokens=15T")
+    return TrainingRun(**given)
+
+
+def prices(name: str | None) -> dict[str, float]:
+    """Prices of a JSON or TOML file: of an hour of each GPU by name, ``kwh``, ``pue``."""
+    return _read(name) if name else {}
+
+
+def _toml(text: str) -> Any:
     try:
-        data = json.loads(Path(name).read_text(encoding="utf-8"))
+        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        raise ValueError("TOML files need Python 3.11 or the package tomli") from None
+    return toml.loads(text)
+
+
+def _read(name: str) -> dict[str, Any]:
+    text, kind = Path(name).read_text(encoding="utf-8"), "TOML" if name.endswith(".toml") else "JSON"
+    try:
+        data = _toml(text) if kind == "TOML" else json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
+        raise ValueError(f"{name} is not {kind}: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{name} must hold one JSON object, got a {type(data).__name__}")
     return data

@@ -77,6 +77,15 @@ SoftwareName = Annotated[
     ),
 ]  # fmt: skip
 Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
+Run = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        help="Days, GPU hours, money, energy of a run: its tokens (15T), or tokens=15T,mtbf=50000 (GPU hours), "
+        "checkpoint=30,restart=600 (seconds).",
+    ),
+]
+Prices = Annotated[str | None, typer.Option("--prices", help="JSON or TOML file: price of an hour by GPU, kwh, pue.")]
 Launcher = Annotated[
     str | None,
     typer.Option(help=f"Write a bash script that runs it: {', '.join(LAUNCHERS)}.", show_default="the config alone"),

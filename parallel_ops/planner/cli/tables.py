@@ -10,12 +10,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from parallel_ops.planner.compute.software import era
+from parallel_ops.planner.compute.software import era, fitted_constants
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
 from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.training_run import Expected
 from parallel_ops.planner.validation import Report
 from parallel_ops.planner.validation.measurement import Measurement
 
@@ -169,6 +170,27 @@ def summary(estimate: Estimate) -> Table:
     return out
 
 
+def run(found: Expected) -> Table:
+    """What a whole run takes."""
+    out = _table("The run")
+    out.add_column("")
+    out.add_column("", justify="right")
+    out.add_row("days", f"{found.days:,.1f}")
+    out.add_row("steps", f"{found.steps:,.0f}")
+    saved = f"a checkpoint of {found.checkpoint:,.0f} s every {found.interval / 60:,.0f} min"
+    lost = f"{found.failures:,.1f} failures; {saved}"
+    out.add_row(f"goodput ({lost})", f"{found.goodput:.1%}")
+    out.add_row("GPU hours", f"{found.gpu_hours:,.0f}")
+    for label, value in (
+        ("price of the GPU hours", found.money),
+        ("kWh", found.kwh),
+        ("price of the energy", found.energy),
+    ):
+        if value:
+            out.add_row(label, f"{value:,.0f}")
+    return out
+
+
 def memory(estimate: Estimate) -> Table:
     """Memory of each stage in GiB."""
     out = _table("Memory of one GPU, GiB")
@@ -231,7 +253,7 @@ def own_runs_data(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     return [
         {
             "table": row.table, "run": row.name, "measured": row.seconds, "predicted": row.predicted(),
-            "band": error_band(row.cluster, row.plan, software=row.software, experts=row.model.experts > 0).time,
+            "band": error_band(row.cluster, row.plan, software=row.software, experts=row.model.expert_kind).time,
         }
         for row in rows
     ]  # fmt: skip
@@ -246,6 +268,20 @@ def left_out(report: Report) -> Table:
     for found in report.left_out:
         others = f"{found.others:+.1%}", f"{found.most:+.1%}", found.most_moved
         out.add_row(found.table, str(found.rows), f"{found.mean:.1%}", f"{found.bias:+.1%}", *others)
+    return out
+
+
+def constants() -> Table:
+    """The fitted constants of software, their values in fits that leave out one table each, and their tables."""
+    out = _table("Fitted constants of software, and their range when any one table is left out")
+    out.add_column("constant", no_wrap=True)
+    for name in ("value", "range"):
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("tables that carry it", ratio=1)
+    for found in fitted_constants():
+        few = f" (range: ± {found.half_width:.0%} on its estimates)" if found.half_width else ""
+        span = f"{found.low:.4g} to {found.high:.4g}"
+        out.add_row(found.name, f"{found.value:.4g}", span, f"{len(found.tables)}: {', '.join(found.tables)}{few}")
     return out
 
 
@@ -284,6 +320,7 @@ def report_data(report: Report) -> dict[str, Any]:
         "tables": [dataclasses.asdict(found) for found in report.summaries()],
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
         "left_out": [dataclasses.asdict(found) for found in report.left_out],
+        "constants": [found._asdict() for found in fitted_constants()],
         "promises": [{**dataclasses.asdict(promise), "met": promise.met} for promise in report.promises],
     }
 

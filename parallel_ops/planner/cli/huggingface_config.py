@@ -1,0 +1,133 @@
+"""Shapes of models from the ``config.json`` of Hugging Face folders."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from parallel_ops.planner.model import LatentAttention, Model
+
+# Families whose fields mean what ``model_of`` takes them for. Others are read likewise, and said to be assumed.
+FAMILIES = {
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
+    "olmo2", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4", "glm4_moe", "granite", "minimax_m2",
+    "starcoder2", "cohere2", "gpt2", "gpt_neox", "falcon",
+}  # fmt: skip
+# Families whose linears have biases, and whose queries, keys and values alone do.
+_BIASED, _QKV_BIASED = frozenset(["gpt2", "gpt_neox", "starcoder2"]), frozenset(["qwen2", "qwen2_moe", "glm4_moe"])
+_PLAIN_MLP = frozenset(["gpt2", "gpt_neox", "falcon", "starcoder2"])
+# Layers that are no attention over all keys or over a window, which the planner has no times for.
+_OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid_override_pattern", "index_topk", "ssm")
+
+
+def is_config(data: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is such a file."""
+    return "model_type" in data or "architectures" in data
+
+
+def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[Model, tuple[str, ...]]:
+    """The shape that a ``config.json`` describes, and what was assumed about it.
+
+    Args:
+        data: content of the file. The language model of a multimodal one is in ``text_config``.
+        name: of the model.
+        sequence: tokens of a training sequence; ``None`` for 4,096 or the longest that the model takes.
+
+    Raises:
+        ValueError: a size that every transformer has is missing, or layers are of a kind without times here.
+    """
+    text: Mapping[str, Any] = data.get("text_config") or data
+    family = str(text.get("model_type") or data.get("model_type") or "")
+    other = sorted({kind for kind in _OTHER_LAYERS if any(kind in str(part) for part in _kinds(text))})
+    if other:
+        raise ValueError(f"{name}: the planner has no times for layers of the kind {', '.join(other)}")
+
+    def size(*names: str) -> int:
+        found = [text[each] for each in names if isinstance(text.get(each), int) and not isinstance(text[each], bool)]
+        if not found:
+            raise ValueError(f"{name}: no {' or '.join(names)}, which the shape of a model needs")
+        return int(found[0])
+
+    def optional(default: int, *names: str) -> int:
+        return size(*names) if any(isinstance(text.get(each), int) for each in names) else default
+
+    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "num_heads")
+    longest = optional(4096, "max_position_embeddings", "n_positions", "n_ctx")
+    experts = optional(0, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    ffn = optional(4 * hidden, "intermediate_size", "n_inner", "ffn_hidden_size")
+    layers = size("num_hidden_layers", "n_layer", "num_layers")
+    assumed = [] if family in FAMILIES else list(_assumptions(text, family, experts))
+    if sequence is None:
+        assumed.append(f"sequences of {min(4096, longest):,} tokens (--seq)")
+    fields: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": 0 if "kv_lora_rank" in text else optional(0, "num_key_value_heads", "num_kv_heads"),
+        "head_dim": 0 if "kv_lora_rank" in text else optional(0, "head_dim"),
+        "ffn_hidden_size": ffn,
+        "vocab_size": size("vocab_size"),
+        "seq_length": sequence or min(4096, longest),
+        "gated": family not in _PLAIN_MLP,
+        "bias": _bias(text, family),
+        "norm": "layer"
+        if any(each in text for each in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"))
+        else "rms",
+        "positions": "learned" if family == "gpt2" else "rotary",
+        "tied_embeddings": bool(text.get("tie_word_embeddings", family in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
+        "dropout": False,
+        "window": _window(text),
+        "full_every": _full_every(text, layers),
+    }
+    if fields["window"] == 0 or fields["window"] >= fields["seq_length"]:
+        fields |= {"window": 0, "full_every": 0}
+    if experts:
+        expert = optional(ffn, "moe_intermediate_size", "expert_intermediate_size")
+        shared = optional(0, "n_shared_experts", "num_shared_experts")
+        shared = shared or round(optional(0, "shared_expert_intermediate_size") / expert)
+        fields |= {
+            "experts": experts,
+            "experts_per_token": size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k"),
+            "shared_experts": shared,
+            "expert_ffn": expert,
+            "dense_layers": min(layers, optional(0, "first_k_dense_replace", "num_dense_layers")),
+        }
+    if "kv_lora_rank" in text:
+        fields["latent"] = LatentAttention(
+            query_rank=text.get("q_lora_rank") or 0,
+            key_value_rank=size("kv_lora_rank"),
+            head=size("qk_nope_head_dim"),
+            rope_head=size("qk_rope_head_dim"),
+            value_head=size("v_head_dim"),
+        )
+    return Model(name=name, **fields), tuple(assumed)
+
+
+def _kinds(text: Mapping[str, Any]) -> Iterator[str]:
+    yield from text
+    yield from text.get("layer_types") or ()
+
+
+def _bias(text: Mapping[str, Any], family: str) -> str:
+    if family in _BIASED or family == "gpt_oss":
+        return "all"
+    return "qkv" if family in _QKV_BIASED or text.get("attention_bias") or text.get("use_qkv_bias") else "none"
+
+
+def _window(text: Mapping[str, Any]) -> int:
+    used = text.get("use_sliding_window", True)
+    return int(text.get("sliding_window") or 0) if used else 0
+
+
+def _full_every(text: Mapping[str, Any], layers: int) -> int:
+    """Every how many layers one sees all keys, of the kinds of layers or of a pattern; 0 where none does."""
+    whole = sum(kind == "full_attention" for kind in text.get("layer_types") or ())
+    return round(layers / whole) if whole else int(text.get("sliding_window_pattern") or 0)
+
+
+def _assumptions(text: Mapping[str, Any], family: str, experts: int) -> Iterator[str]:
+    yield f"{family or 'a model without model_type'} is read as a Llama: gated MLP, RMSNorm, rotary positions"
+    if "num_key_value_heads" not in text and "kv_lora_rank" not in text:
+        yield "as many heads of keys and values as of queries"
+    if experts and "moe_intermediate_size" not in text:
+        yield "experts as wide as intermediate_size"
+    if "intermediate_size" not in text:
+        yield "an MLP of four times the hidden size"

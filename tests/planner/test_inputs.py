@@ -1,0 +1,167 @@
+"""Names, numbers and files as users give them on the command line."""
+
+import json
+import warnings
+
+import pytest
+
+from parallel_ops.planner import presets
+from parallel_ops.planner.cli import inputs
+from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
+
+
+@pytest.mark.parametrize(
+    ("pasted", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama3-8b"),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", "llama3-70b"),
+        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("zai-org/GLM-4.6", "glm-4.5"),
+        ("MiniMaxAI/MiniMax-M2", "minimax-m2"),
+        ("Llama3-70B", "llama3-70b"),
+    ],
+)
+def test_names_of_repositories_are_those_of_presets(pasted, preset):
+    assert model_name(pasted) == preset and inputs.model(pasted) == presets.model(preset)
+
+
+@pytest.mark.parametrize(
+    ("pasted", "name"),
+    [
+        ("8xH100", "h100x8"), ("64 x A100-80GB", "a100-80x64"), ("8 H200", "h200x8"), ("h100x16", "h100x16"),
+        ("H100-SXM5", "h100"), ("NVIDIA B200 x 8", "b200x8"), ("8x4090", "rtx4090x8"), ("2x RTX 3090", "rtx3090x2"),
+        ("32xA100-80+32xH100", "a100-80x32+h100x32"), ("64xGB200-NVL72", "gb200x64"),
+    ],
+)  # fmt: skip
+def test_clusters_are_read_with_the_number_first_too(pasted, name):
+    assert cluster_name(pasted) == name and inputs.cluster(pasted) == presets.cluster(name)
+
+
+def test_what_is_no_preset_names_the_nearest():
+    for given in ("meta-llama/Llama-3.1-9B", "llama3-71b"):
+        with pytest.raises(ValueError, match=r"unknown model .*nearest: llama3-"):
+            inputs.model(given)
+    with pytest.raises(ValueError, match=r"unknown cluster .*h100"):
+        inputs.cluster("8xh101")
+
+
+@pytest.mark.parametrize(
+    ("text", "binary", "value"),
+    [("1e6", True, 10**6), ("4M", True, 2**22), ("1.5k", True, 1536),  ("4,194,304", True, 2**22),
+     ("15T", False, 15 * 10**12), ("1.5B", False, 15 * 10**8), ("2e12", False, 2 * 10**12)],
+)  # fmt: skip
+def test_numbers_have_units_and_exponents(text, binary, value):
+    assert whole(text, binary=binary)[0] == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4M", "4X", "1.3", "1e-3", "M", "1e400", "nan"])
+def test_what_is_no_positive_whole_number_is_refused(text):
+    with pytest.raises(ValueError, match=r"is no "):
+        whole(text, binary=True)
+    with pytest.raises(ValueError, match="--batch must be sequences"):
+        inputs.batch(text, 4096)
+
+
+def test_a_batch_is_in_sequences_or_with_a_unit_in_tokens():
+    assert inputs.batch("1e6", 4096) == 10**6 and inputs.batch("4M", 4096) == 1024
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+    "use_sliding_window": False, "sliding_window": 4096, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "vocab_size": 129280,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 163840,
+}  # fmt: skip
+OSS = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "head_dim": 64,
+    "num_key_value_heads": 8, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "vocab_size": 201088, "sliding_window": 128, "attention_bias": True, "tie_word_embeddings": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 18, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def written(folder, config, name="config.json"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(config), encoding="utf-8")
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("config", "preset"),
+    [(LLAMA, "llama3-8b"), (QWEN, "qwen3-30b-a3b"), (DEEPSEEK, "deepseek-v3"), (OSS, "gpt-oss-120b")],
+)
+def test_a_config_of_hugging_face_has_the_shape_of_the_preset(tmp_path, config, preset):
+    """Also by its folder, and inside a multimodal configuration; the one assumption is the length of sequences."""
+    folder = tmp_path / preset
+    for given in (written(folder, config), str(folder)):
+        with pytest.warns(UserWarning, match="assumed sequences of 4,096 tokens") as warned:
+            inputs.model(given)
+        assert len(warned) == 1 and "read as" not in str(warned[0].message)
+    expected = presets.model(preset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = inputs.model(str(folder), expected.seq_length)
+        wrapped = inputs.model(
+            written(tmp_path / "vl", {"model_type": "vl", "text_config": config}), expected.seq_length
+        )
+    for made in (found, wrapped):
+        assert made.parameters == expected.parameters and made.forward_flops == expected.forward_flops
+        assert (made.window, made.full_every) == (expected.window, expected.full_every)
+
+
+def test_a_config_of_an_unknown_family_is_read_as_a_llama_and_says_so(tmp_path):
+    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"model_type": "nova"}
+    with pytest.warns(UserWarning, match="nova is read as a Llama: .*as many heads of keys and values"):
+        assert inputs.model(written(tmp_path / "nova", config)).num_kv_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "no hidden_size or n_embd or d_model"),
+        ({"layer_types": ["linear_attention"]}, "no times for layers of the kind linear_attention"),
+        ({"mamba_d_state": 128}, "no times for layers of the kind mamba"),
+        ({"num_attention_heads": 31}, "must be a multiple of num_"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused_by_field(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        inputs.model(written(tmp_path / "odd", {**LLAMA, **changes}), 4096)
+
+
+def test_models_clusters_and_plans_may_be_toml(tmp_path):
+    pytest.importorskip("tomllib")
+    shape = tmp_path / "small.toml"
+    shape.write_text("num_layers = 4\nhidden_size = 256\nnum_heads = 4\nvocab_size = 1000\nseq_length = 128\n")
+    assert inputs.model(str(shape)).num_layers == 4
+    machine = tmp_path / "own.toml"
+    machine.write_text(
+        'gpu = "h100"\ngpus = 16\ngpus_per_node = 8\n[intra]\nname = "NVLink"\nlatency = 1e-6\nbandwidth = 4.5e11\n'
+        '[inter]\nname = "IB"\nlatency = 1e-5\nbandwidth = 5e10\n'
+    )
+    assert inputs.cluster(str(machine)).gpus == 16
+    plan = tmp_path / "plan.toml"
+    plan.write_text('tp = 8\nzero = 1\nrecompute = "full"\n')
+    assert inputs.plan(str(plan), 16, 64).dp == 2
+    shape.write_text("num_layers = ")
+    with pytest.raises(ValueError, match="is not TOML"):
+        inputs.model(str(shape))
