@@ -289,7 +289,7 @@ class SearchResult:
 
     @property
     def simplest(self) -> Estimate:
-        """Of the plans within the error band of the best, the one with the fewest kinds of parallelism and devices
+        """The plan within the error band of the best that has the fewest kinds of parallelism and devices
         against a lack of memory."""
         return min(self.plans[: self.ties], key=lambda found: (features(found.plan), found.step))
 

@@ -45,7 +45,7 @@ class TrainingRun:
 
 
 class Expected(NamedTuple):
-    """What a run is expected to take.
+    """Expected cost of a run.
 
     Attributes:
         days: with all that is lost. steps: optimizer steps.

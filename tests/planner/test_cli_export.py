@@ -90,7 +90,7 @@ def test_torchtitan(run):
         assert line in out
     assert out.count('["layers.') + out.count('["tok_embeddings"') == 20
     compile(out, "planned.py", "exec")
-    # What a plan leaves open is as torchtitan does it: its zero-bubble schedules run no compiled modules.
+    # Fields that a plan leaves open are as torchtitan does it: its zero-bubble schedules run no compiled modules.
     assert "CompileConfig(enable=False)" in exported(run, "torchtitan", "tp=8", "pp=4", "zero=2", "schedule=zb-v")
     assert "SelectiveAC.Config()" in exported(run, "torchtitan", "tp=8", "zero=3", "recompute=operators")
 

@@ -134,7 +134,7 @@ def test_small_sums_are_gathered_where_they_keep_an_order():
 
 
 def test_copies_of_experts_are_summed_over_the_tensor_parallel_ranks():
-    """Where ep is 1; with it, and in systems that shard over these ranks too, there are none."""
+    """Copies exist with ep of 1; with more, and in systems that shard over these ranks too, there are none."""
     model = presets.model("mixtral-8x7b")
     given = {"tp": 2, "dp": 4, "expert_tp": 1, "sequence_parallel": True, "zero": 1, "global_batch": 8}
     copied, elsewhere, spread = (Plan(**given), Plan(**given, fsdp=False), Plan(**given, ep=2))

@@ -122,7 +122,7 @@ def megatron():
         config = configs.MLATransformerConfig if args.multi_latent_attention else configs.TransformerConfig
         given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(config)}
         given = {name: value for name, value in given.items() if value is not None and name != "attention_backend"}
-        # What core_transformer_config_from_args translates.
+        # Arguments that core_transformer_config_from_args translates.
         given |= {
             "add_bias_linear": not args.disable_bias_linear,
             "gated_linear_unit": args.swiglu,
@@ -132,7 +132,7 @@ def megatron():
             "moe_layer_freq": eval(args.moe_layer_freq or "1", {}),
             "num_moe_experts": args.num_experts and int(args.num_experts),
         }
-        # What validate_args asserts of the stages and of the optimizer.
+        # Conditions that validate_args asserts of the stages and of the optimizer.
         layout, virtual = args.pipeline_model_parallel_layout, args.num_virtual_stages_per_pipeline_rank
         if layout:
             stages = layouts.PipelineParallelLayerLayout.get_num_stages_from_str(layout)

@@ -20,7 +20,7 @@ PLAN = Plan(tp=8, pp=4, dp=2, zero=1, sequence_parallel=True, global_batch=64)
 
 
 def runnable(kind, pp, micro_batches):
-    """As many micro-batches as the schedule can run."""
+    """The most micro-batches that the schedule can run."""
     if kind == "interleaved":
         return -(-micro_batches // pp) * pp
     return max(micro_batches, 2 * pp) if kind == "dualpipe-v" else micro_batches
@@ -163,7 +163,7 @@ def test_a_plan_waits_as_its_simulation(schedule, virtual_stages, overlap):
     gain = before.pipeline() - found.pipeline()
     assert gain == pytest.approx(3 * found.passes[0].weight_grad / virtual_stages, rel=0.2)
     assert estimate(LLAMA, H100, plan).step == pytest.approx(estimate(LLAMA, H100, late).step - gain)
-    # What a search compares falls as much.
+    # The time that a search compares falls as much.
     searched = [step_seconds(LLAMA, H100, each, constants) for each in (late, plan)]
     assert searched[0] - searched[1] == pytest.approx(gain, rel=0.2)
 

@@ -29,7 +29,7 @@ def written(name, plan, launcher, cluster=H100):
 
 
 def started(text, folder, *arguments, **environment):
-    """What the script starts: the words of the command, and its environment."""
+    """Command that the script starts: the words of the command, and its environment."""
     for name, body in {
         "torchrun": 'env > environment; printf "%s\\n" "$@" > words',
         "srun": '"$@"',

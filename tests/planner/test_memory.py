@@ -52,7 +52,7 @@ def test_zero_shards_one_state_after_the_other():
     assert [s.gradients for s in stages] == [4 * P, 4 * P, 4 * P / 8, 4 * P / 8]
     assert [s.parameters for s in stages] == [2 * P, 2 * P, 2 * P, 0]
     assert memory(LLAMA, Plan(dp=8, zero=3, fsdp=False, global_batch=8))[0].parameters == 2 * P / 8
-    # Those of a single micro-batch are reduced layer by layer.
+    # Gradients of a single micro-batch are reduced layer by layer.
     assert memory(LLAMA, Plan(dp=8, zero=1, global_batch=8))[0].gradients == 4 * P / 8
 
 
@@ -322,7 +322,7 @@ def test_transformer_engine_keeps_one_gradient_a_shape():
 
 
 def test_activations_are_offloaded_without_the_optimizer():
-    """As FSDP recipes of 2026 do on GPUs with a fast link to the host."""
+    """FSDP recipes of 2026 do so on GPUs with a fast link to the host."""
     plan = Plan(dp=8, zero=3, global_batch=8)
     none, alone, optimizer, both = (
         memory(LLAMA, replace(plan, offload=kind))[0]

@@ -29,7 +29,7 @@ def B(mb, stage=0):
 
 
 def published_idle(kind, pp, m, f, i, w):
-    """What a rank is idle with equal stages and no links, by the formulas of the papers; None outside their conditions.
+    """Idle time of a rank with equal stages and no links, by the formulas of the papers; None outside their conditions.
 
     GPipe arXiv:1811.06965; 1F1B and interleaved arXiv:2104.04473, section 2.2; zero bubble arXiv:2401.10241, table 2
     and section 6; DualPipe-V github.com/deepseek-ai/DualPipe, where B is I + W.

@@ -75,7 +75,7 @@ def test_all_plans_that_run_are_ranked(large):
     times = [seconds for _, seconds in found.ranking]
     assert times == sorted(times)
     assert len(found.plans) == 20
-    # Those that only just fit come last.
+    # Plans that only just fit come last.
     order = [(plan.tight, plan.step) for plan in found.plans]
     assert order == sorted(order) and not found.best.tight
     assert all(systems(GPT3, A100, plan.plan) for plan in found.plans)
@@ -104,7 +104,7 @@ def test_every_rejected_plan_has_its_reason(large):
 
 
 def test_no_option_hides_a_faster_plan():
-    """What recomputation and offload are left out for is no slower without them."""
+    """Plans that fit without recomputation and offload are no slower without them."""
     options = replace(FEW, offload=("none", "optimizer"))
     cluster = presets.cluster("a100-80x8")
     best = search(LLAMA, cluster, batch=64, options=options).best
@@ -210,7 +210,7 @@ def test_uneven_stages_are_found_where_they_are_faster():
 
 
 def test_shards_that_stay_in_a_node_are_tried():
-    """Where nodes have one adapter each, ZeRO-3 gathers no parameters between them."""
+    """With one adapter a node, ZeRO-3 gathers no parameters between them."""
     cluster = replace(presets.cluster("h100x32"), rails=1)
     options = replace(FEW, zero=(0, 3), tp=(1,), pp=(1,), cp=(1,), micro_batches=(1,))
     found = search(LLAMA, cluster, batch=128, options=options)

@@ -157,7 +157,7 @@ def test_a_graph_of_the_step_helps_dense_models_that_the_host_limits():
 
 
 def test_products_of_experts_with_few_rows_are_slower():
-    """As measured on a B200: 128 rows reach about half of what 2,460 do (github.com/MooreThreads/SimuMax)."""
+    """Measured on a B200: 128 rows reach about half of what 2,460 do (github.com/MooreThreads/SimuMax)."""
     cluster = presets.cluster("b200x8")
     plan = Plan(dp=8, ep=8, zero=1, dropless=False, cuda_graph="full", micro_batch=1, global_batch=512)
     one_rate = [step(plan, QWEN, cluster, grouped_rows=0.0)]
@@ -234,7 +234,7 @@ def test_dispatchers_and_graphs_of_attention_save_what_they_replace():
         step(replace(plan, cuda_graph=name), QWEN, cluster) for name in ("none", "attention", "full")
     )
     assert full < attention < none
-    # What is left are the launches of routing and experts.
+    # Left are the launches of routing and experts.
     assert attention == pytest.approx(step(plan, QWEN, cluster, host=0.0), rel=0.01)
 
 

@@ -130,7 +130,7 @@ def test_bands_are_those_of_the_residuals():
 
 
 def test_a_band_holds_its_share_of_rows_that_it_was_not_made_of():
-    """Of random halves, four of five errors of one are within the bands of the other."""
+    """Four of five errors of one random half are within the bands of the other."""
     errors = [
         (keys(row.cluster, row.plan, row.software, row.model.experts > 0), abs(seconds / row.seconds - 1))
         for row, seconds in without_own_table()

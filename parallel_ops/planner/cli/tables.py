@@ -171,7 +171,7 @@ def summary(estimate: Estimate) -> Table:
 
 
 def run(found: Expected) -> Table:
-    """What a whole run takes."""
+    """Cost of a whole run."""
     out = _table("The run")
     out.add_column("")
     out.add_column("", justify="right")
@@ -249,7 +249,7 @@ def own_runs(rows: Sequence[Measurement]) -> Table:
 
 
 def own_runs_data(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """What ``own_runs`` shows."""
+    """Data of ``own_runs``."""
     return [
         {
             "table": row.table, "run": row.name, "measured": row.seconds, "predicted": row.predicted(),

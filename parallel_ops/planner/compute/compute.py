@@ -32,7 +32,7 @@ _SFU_BOUND = {"blackwell": (8192, 16)}
 _FLASH_BLOCK = 128
 # Rows, inputs, outputs and count of a linear.
 Shape = tuple[float, float, float, float]
-# Of experts: expert parallelism, tensor-parallel ranks of one expert, ``Efficiency.grouped`` and ``grouped_rows``.
+# Spread of experts: expert parallelism, tensor-parallel ranks of one, ``Efficiency.grouped`` and ``grouped_rows``.
 Spread = tuple[int, int, float, float]
 
 

@@ -95,9 +95,9 @@ SIZES = ("gathered_sums", "grouped_rows")
 COPIES = ("gather_copies", "reduce_copies", "tp_copies")
 SECONDS = ("host", "serial", "collective", "expert_host")
 SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *SIZES, *COPIES))
-# Those that only software has; the others have values for each GPU generation.
+# Constants that only software has; the others have values for each GPU generation.
 SOFTWARE = (*OPTIONAL, *RATES, *SIZES, *COPIES, "grouped", "grouped_fp8", "reduce_scatter", "serial", "expert_host")
-# What a machine has more or less of.
+# Constants that a machine may have more or less of.
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
 

@@ -32,7 +32,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    own = {"fused_loss": False, "fsdp": False, "gather_parameters": True, "dispatcher": "all_to_all"}
+    own = {"fused_loss": False, "fsdp": False, "gather_parameters": True}
     return own if plan.zero else {**own, "grad_dtype": plan.dtype}
 
 

@@ -17,7 +17,7 @@ def _any_plan(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 Limits = Mapping[str, tuple[tuple[Any, ...], str]]
 
-# Of systems that keep states and activations as PyTorch does, and route tokens to experts without a capacity.
+# Limits of systems that keep states and activations as PyTorch does, and route tokens to experts without a capacity.
 PLAIN_STATES: Limits = {
     "activation_dtype": (("",), "it keeps the inputs of products as they were computed"),
     "moment_dtype": (("fp32",), "its Adam moments are in fp32"),

@@ -78,8 +78,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    own: dict[str, Any] = {"dispatcher": "all_to_all"}
-    return own | ({"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {})
+    return {"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {}
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:

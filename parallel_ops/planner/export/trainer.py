@@ -146,5 +146,5 @@ TRAINER = ExportTarget(
     },
     problems=_problems,
     software="parallel_ops",
-    own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1, "dispatcher": "all_to_all"},
+    own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1},
 )

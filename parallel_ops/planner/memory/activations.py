@@ -18,7 +18,7 @@ def _layer_bytes(
 ) -> float:
     h, unsharded, sharded = model.hidden_size, 0.0, 0.0
     width = 4 if dtype == "fp32" else 2
-    # Of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
+    # Bytes of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
     inputs = 1 if kept_inputs == "fp8" else width
     if recompute == "operators":
         # The input, every second of the products Q, K, V, output, gate, up, down, and what attention keeps.

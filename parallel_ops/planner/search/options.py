@@ -1,13 +1,13 @@
 """Options of a search."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, Plan
+from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, Plan, unchecked
 
 BASE = Plan(fused_loss=True)
 # Without GPipe, whose bubble 1F1B has in less memory, and ZB-2p, whose gain needs a runtime without a barrier at the
@@ -77,13 +77,24 @@ def default_options(cluster: Cluster) -> SearchOptions:
     return SearchOptions(base=replace(BASE, dtype=next((n for n in ("bf16", "fp16") if getattr(gpu, n)), "fp32")))
 
 
-def with_dispatcher(options: SearchOptions, model: Model) -> SearchOptions:
-    """``options`` with DeepEP for a model with experts, if the target can have it and no dispatcher is asked for."""
-    has = find_target(options.target).limits.get("dispatcher") if options.target else None
+def dispatched(options: SearchOptions, model: Model, cluster: Cluster) -> Callable[[Plan], Plan]:
+    """Gives plans with expert parallelism DeepEP where the target has it; without a target, where Megatron-LM runs the
+    plan.
+
+    A dispatcher that was asked for stays.
+    """
     named = options.dispatcher or "dispatcher" in options.fixed or options.base.dispatcher != "all_to_all"
-    if not model.experts or named or (has and "deepep" not in has[0]):
-        return options
-    return replace(options, dispatcher=("deepep",))
+    system = find_target(options.target or "megatron")
+    if named or not model.experts or "dispatcher" in system.limits:
+        return lambda plan: plan
+    anyhow = bool(options.target) or options.any_system
+
+    def with_deepep(plan: Plan) -> Plan:
+        if plan.ep == 1 or not (anyhow or system.runs(model, cluster, plan)):
+            return plan
+        return unchecked(plan, dispatcher="deepep")
+
+    return with_deepep
 
 
 def within_target(options: SearchOptions) -> SearchOptions:

@@ -29,7 +29,7 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, family, features
 from parallel_ops.planner.search.candidates import Candidates
-from parallel_ops.planner.search.options import SearchOptions, default_options, with_dispatcher, within_target
+from parallel_ops.planner.search.options import SearchOptions, default_options, dispatched, within_target
 from parallel_ops.planner.search.sensitivity import sensitivity
 from parallel_ops.planner.step import StepTime, step_seconds
 
@@ -75,15 +75,15 @@ def search(
         ValueError, TypeError: ``batch`` or ``keep`` is not a positive integer, the GPU has no products in the dtype, or
             the target supports no value that the options have for a field.
     """
-    given = _Given(batch=batch, keep=keep)
-    options = within_target(with_dispatcher(options or default_options(cluster), model))
+    given, given_options = _Given(batch=batch, keep=keep), options or default_options(cluster)
+    options = within_target(given_options)
     for dtype in options.dtype:
         cluster.gpu.peak(dtype)  # raises if the GPU has no such products: no plan could run
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
     rejected: list[Rejection] = []
     feasible = Candidates(model, cluster, given.batch, options, constants, rejected).plans()
-    timed = _timed(model, cluster, feasible, constants)
+    timed = _timed(model, cluster, map(dispatched(given_options, model, cluster), feasible), constants)
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
     estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
@@ -115,7 +115,7 @@ def _simplest_first(plans: list[Estimate]) -> list[Estimate]:
 
 def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: SearchOptions | None = None) -> int:
     """The fewest GPUs, a power of two, on which a plan fits; 0 if 65,536 are not enough. Arguments: see ``search``."""
-    options = within_target(with_dispatcher(options or default_options(cluster), model))
+    options = within_target(options or default_options(cluster))
     # One schedule and micro-batch suffice to find out whether a plan fits.
     quick = replace(options, micro_batches=options.micro_batches[:1])
     if "1f1b" in options.schedules:

@@ -69,7 +69,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What constants that were fitted without one table of step times change.
+    """Errors with constants that were fitted without one table of step times.
 
     Attributes:
         table, rows: the table, and its number of rows.

@@ -125,7 +125,7 @@ def _band(row: Measurement) -> float:
 
 @functools.cache
 def _left_out() -> tuple[LeftOut, ...]:
-    """What leaving out each table of step times changes."""
+    """Changes of the errors when each table of step times is left out."""
     shipped: dict[str, list[float]] = {}
     for row in measurements():
         shipped.setdefault(row.table, []).append(abs(row.predicted(exact=False) / row.seconds - 1))
@@ -238,7 +238,7 @@ def _memory() -> Iterator[Row]:
         yield _row("torchtitan", "tables 1 to 6", name, "memory", "GiB", (row["gibibytes"], predicted), "held out")
     for run in published_runs():
         if run.memory and run.software != "deepspeed-2024":
-            # What tensors hold.
+            # Memory of tensors.
             predicted = max(stage.total - stage.runtime for stage in memory(run.model, run.plan)) / GIB
             yield Row(
                 source=run.source,
@@ -269,7 +269,7 @@ def _bubbles() -> Iterator[Row]:
 
 def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:
     if kind in ("zb-1p", "zb-2p"):
-        # What a layer keeps of its activations from I to W, of the paper's table 3; the sequence is 1,024.
+        # Share of a layer's activations that is kept from I to W, by the paper's table 3; the sequence is 1,024.
         retained = 32 / (34 + 5 * sizes["num_heads"] * 1024 / sizes["hidden_size"])
         limit = (1 if kind == "zb-1p" else 2) * pp
         order = actions("zb-2p", pp, micro_batches, times=times, memory_limit=limit, retained=retained)
