@@ -13,7 +13,7 @@ convention of the published utilisation figures.
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel_ops.planner.checks import check_choice, check_counts
+from parallel_ops.planner.checks import check_choice, check_counts, check_figures
 from parallel_ops.planner.hashing import hashed_once
 
 
@@ -66,6 +66,8 @@ class Model:
         latent: latent attention in place of separate key and value projections.
         window: keys that a query of a layer with a sliding window sees; 0 for all.
         full_every: with a window, one of so many layers sees all keys; 0 for none.
+        documents: length of the packed document that the average token is in (the mean of squared lengths over the mean
+            length), inside of which attention stays; 0 for whole sequences.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -95,12 +97,14 @@ class Model:
     latent: LatentAttention | None = None
     window: int = 0
     full_every: int = 0
+    documents: float = 0.0
 
     def __post_init__(self) -> None:
         check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))
         widths = ("num_kv_heads", "head_dim", "ffn_hidden_size", "expert_ffn")
         experts = ("experts", "experts_per_token", "shared_experts", "dense_layers", "expert_nodes")
         check_counts(self, (*widths, *experts, "window", "full_every"), at_least=0)
+        check_figures(self, ("documents",), zero=True)
         check_choice(self, "bias", ("all", "qkv", "none"))
         check_choice(self, "norm", ("layer", "rms"))
         check_choice(self, "positions", ("learned", "rotary"))
@@ -258,13 +262,15 @@ class Model:
     def attended(self, keys: float) -> float:
         """Share of the causal scores over ``keys`` keys that are computed, on average over the layers.
 
-        A window of w leaves w (k - w / 2) of the k^2 / 2 scores.
+        A window of w leaves w (k - w / 2) of the k^2 / 2 scores, documents of d tokens d / s of those of a sequence.
         """
+        inside = min(1.0, self.documents / self.seq_length) if self.documents else 1.0
+        keys = min(keys, self.documents or keys)
         if not self.window or keys <= self.window:
-            return 1.0
+            return inside
         near = 2 * self.window * (keys - self.window / 2) / keys**2
         whole = 1 / self.full_every if self.full_every else 0.0
-        return whole + (1 - whole) * near
+        return inside * (whole + (1 - whole) * near)
 
     @cached_property
     def head_flops(self) -> int:

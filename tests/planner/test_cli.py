@@ -85,7 +85,15 @@ class TestPlan:
                 if name not in ("stage", "total", "host", "in_flight")
             )
         )
+        assert data["schema"] == 1 and first["fits"] is True
         assert all(entry["plans"] > 0 and entry["example"] for entry in data["rejected"])
+        for entry in data["rejected"]:
+            assert (
+                entry["reason"]
+                and entry["plan"]["dp"] >= 1
+                and (entry["excess"] > 0) == entry["kind"].startswith("memory")
+            )
+        assert all({"constant", "seconds"} <= set(entry) for entry in data["sensitivity"])
 
     def test_no_plan_fits(self, run):
         given = ["--model", "gpt3-175b", "--cluster", "a100-80x8", "--batch", 64]

@@ -16,6 +16,7 @@ from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cli.options import (
     Batch,
     ClusterName,
+    Documents,
     Json,
     Launcher,
     ModelName,
@@ -84,6 +85,7 @@ def plan_command(
     cluster: ClusterName,
     batch: Batch,
     seq: Sequence = None,
+    docs: Documents = None,
     system: System = None,
     only: Only = None,
     software: SoftwareName = None,
@@ -100,7 +102,7 @@ def plan_command(
 
     Example: parallel-ops plan --model llama3-8b --cluster h100x64 --batch 4M --output run.toml
     """
-    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    shape, machine = inputs.documents(inputs.model(model, seq), docs), inputs.cluster(cluster, price)
     system = _written_for(system, output, launcher)
     options = replace(inputs.options(machine, system, only), any_system=any_system)
     result = _search(shape, machine, batch, options, software, keep=max(top, 10))
@@ -108,7 +110,7 @@ def plan_command(
     if _write(best, system, output, launcher):
         return
     if json:
-        _print_json(tables.search_data(result, shown))
+        _print_json({"schema": SCHEMA, **tables.search_data(result, shown)})
         return
     console = _console()
     console.print(tables.heading(best), highlight=False)
@@ -136,6 +138,7 @@ def estimate_command(
     cluster: ClusterName,
     batch: Batch,
     seq: Sequence = None,
+    docs: Documents = None,
     plan: PlanText = None,
     system: WrittenFor = None,
     software: SoftwareName = None,
@@ -153,7 +156,7 @@ def estimate_command(
     Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
     """
     system = _written_for(system, output, launcher)
-    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    shape, machine = inputs.documents(inputs.model(model, seq), docs), inputs.cluster(cluster, price)
     if plan is None:
         options = inputs.options(machine, system if system in TARGETS else None, None)
         found = _search(shape, machine, batch, options, software, keep=10).best
@@ -171,7 +174,7 @@ def estimate_command(
     whole = expected(found, inputs.run(run), inputs.prices(prices)) if run else None
     if json:
         more = {"run": whole._asdict()} if whole else {}
-        _print_json({**tables.estimate_data(found), "fits": problem is None, **more})
+        _print_json({"schema": SCHEMA, **tables.estimate_data(found), **more})
         sys.exit(0 if problem is None else NO)
     console = _console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
@@ -232,7 +235,7 @@ def schedule_command(
         require("matplotlib")
         drawing.save(simulated, output, summary)
     if json:
-        _print_json({"kind": kind, **tables.simulation_data(simulated)})
+        _print_json({"schema": SCHEMA, "kind": kind, **tables.simulation_data(simulated)})
         return
     console = _console()
     console.print(drawing.text(simulated, console.width))
@@ -265,7 +268,7 @@ def validate_command(
     with waiting(lambda: "comparing with published runs"):
         report = validate()
     if json:
-        _print_json(tables.report_data(report))
+        _print_json({"schema": SCHEMA, **tables.report_data(report)})
     else:
         console = _console()
         parts = tables.summaries(report), tables.left_out(report), tables.constants(), tables.promises(report)
@@ -310,6 +313,10 @@ def _search(
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found
+
+
+# Version of what --json prints; it rises when a key goes or changes its meaning.
+SCHEMA = 1
 
 
 def _times(text: str, link: float) -> Times:

@@ -33,6 +33,14 @@ ClusterName = Annotated[
     ),
 ]  # fmt: skip
 Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", show_default="the model's")]
+Documents = Annotated[
+    str | None,
+    typer.Option(
+        "--documents",
+        help="Lengths of packed documents that attention stays inside of: 1024, or 512x10:8192 for ten to one.",
+        show_default="whole sequences",
+    ),
+]
 Batch = Annotated[
     str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
 ]

@@ -14,6 +14,7 @@ from parallel_ops.planner.compute.software import era, fitted_constants
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.export.trainer import TRAINER
+from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
 from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.training_run import Expected
@@ -114,21 +115,18 @@ def rejections(result: SearchResult) -> Table:
     out.add_column("why")
     out.add_column("plans", justify="right")
     out.add_column("example, or the nearest", ratio=1)
-    for kind, count, example in rejection_rows(result):
-        out.add_row(kind, f"{count:,}", example)
+    for kind, count, nearest in nearest_rejections(result):
+        out.add_row(kind, f"{count:,}", f"{nearest.plan.describe()}: {nearest.reason}")
     return out
 
 
-def rejection_rows(result: SearchResult) -> list[tuple[str, int, str]]:
-    """Kind of reason, number of plans, and an example."""
+def nearest_rejections(result: SearchResult) -> list[tuple[str, int, Rejection]]:
+    """Kind of reason, number of plans, and the one that lacks the least memory."""
     examples: dict[str, Rejection] = {}
     for rejection in result.rejected:
         if rejection.excess < examples.setdefault(rejection.kind, rejection).excess:
             examples[rejection.kind] = rejection
-    return [
-        (kind, count, f"{examples[kind].plan.describe()}: {examples[kind].reason}")
-        for kind, count in result.reasons().items()
-    ]
+    return [(kind, count, examples[kind]) for kind, count in result.reasons().items()]
 
 
 def sensitivity(result: SearchResult) -> list[str]:
@@ -344,6 +342,7 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "tflops_per_gpu": estimate.tflops_per_gpu,
         "error_band": dataclasses.asdict(estimate.error_band),
         "tight": estimate.tight,
+        "fits": memory_problem(estimate.cluster, estimate.plan, estimate.memory) is None,
         "systems": systems(estimate.model, estimate.cluster, estimate.plan),
     }
     return data
@@ -360,9 +359,17 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
             for miss in result.misses
         ],
         "rejected": [
-            {"kind": kind, "plans": count, "example": example} for kind, count, example in rejection_rows(result)
+            {
+                "kind": kind,
+                "plans": count,
+                "example": f"{nearest.plan.describe()}: {nearest.reason}",
+                "plan": dataclasses.asdict(nearest.plan),
+                "reason": nearest.reason,
+                "excess": nearest.excess,
+            }
+            for kind, count, nearest in nearest_rejections(result)
         ],
-        "sensitivity": sensitivity(result),
+        "sensitivity": [dataclasses.asdict(entry) for entry in result.sensitivity],
     }
 
 
