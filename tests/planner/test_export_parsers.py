@@ -189,6 +189,33 @@ def test_megatron_has_the_stages_and_the_recomputation_of_the_plan(megatron):
     assert megatron(export("megatron", dense, a100, scores)).recompute_modules == ["core_attn"]
 
 
+def test_megatron_has_the_recipes_of_2026(megatron, monkeypatch):
+    """Low precision with bf16 gradients, modules of recomputation, dispatchers and graphs of attention."""
+    config = "megatron.core.transformer.transformer_config"
+    # Transformer Engine needs a GPU's toolkit to be installed.
+    monkeypatch.setattr(f"{config}.is_te_min_version", lambda *version: True)
+    deepseek, cluster = presets.model("deepseek-v3"), presets.cluster("b200x256")
+    plan = Plan(
+        dp=32, pp=8, ep=32, zero=1, schedule="interleaved", virtual_stages=2, global_batch=4096, fsdp=False,
+        dtype="mxfp8", activation_dtype="fp8", grad_dtype="bf16", recompute="mla_up_proj+mlp", dispatcher="deepep",
+        cuda_graph="attention",
+    )  # fmt: skip
+    text = export("megatron", deepseek, cluster, plan)
+    made = megatron(text)
+    assert made.recompute_modules == ["mla_up_proj", "mlp"]
+    assert (made.moe_token_dispatcher_type, made.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert (made.fp8, made.fp8_recipe) == ("e4m3", "mxfp8") and "--grad-reduce-in-bf16" in text
+    for dtype, option in (("fp8_blockwise", "--fp8-recipe blockwise"), ("nvfp4", "--fp4-recipe nvfp4")):
+        assert option in export("megatron", deepseek, cluster, replace(plan, dtype=dtype))
+    target, dense = find_target("megatron"), presets.model("llama3-70b")
+    assert "scale a row" in target.problem(deepseek, cluster, replace(plan, dtype="fp8_rowwise"))
+    assert "recompute=operators" in target.problem(deepseek, cluster, replace(plan, recompute="operators"))
+    offload = Plan(dp=64, zero=3, fsdp=False, offload="activations", offload_layers=20, global_batch=256)
+    assert "--cpu-offloading-num-layers 20" in export("megatron", dense, presets.cluster("gb200x64"), offload)
+    whole = replace(offload, offload_layers=0)
+    assert "of 1 to 79" in target.problem(dense, presets.cluster("gb200x64"), whole)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_scripts_for_megatron_pass_arguments_that_it_accepts(megatron, launcher, tmp_path):
     """Experts in a pipeline, whose layout has characters that a shell would read."""
