@@ -272,6 +272,26 @@ def test_low_precision_formats_differ_in_rate_and_conversions():
         Plan(dtype="mxfp8", grad_dtype="mxfp8")
 
 
+def test_runs_name_the_modules_and_the_settings_of_their_recipes():
+    """In the note, in the column, or by the release of Megatron-Bridge."""
+    header = "source,release,model,system,gpus,dtype,gbs,mbs,seq,zero,replicate,tp,pp,cp,vp,ep,recompute,"
+    header += "tokens_s_gpu,tflops_gpu,memory_gib,flags,note"
+    rows = (
+        'Megatron MoE ModelZoo,2026-05,qwen3-235b-a22b,h100,256,bf16,256,1,16384,1,1,4,8,1,4,8,"layernorm, moe",'
+        ",295,,,DeepEP",
+        "Megatron-Bridge B200 MoE,26.04,gpt-oss-120b,b200,64,bf16,1280,4,4096,1,1,1,1,1,1,8,selective,13045,,,,"
+        "dropless; recompute layernorm and moe_act",
+        "Megatron-Bridge GB200,26.04,llama3-70b,gb200,64,fp8,256,1,8192,3,1,1,1,1,1,1,none,3000,,,,",
+        "Megatron-Bridge GB300 MoE,26.06,qwen3-30b-a3b,gb300,8,fp8,512,8,4096,1,1,1,1,1,1,8,none,45275,,,,"
+        '"MXFP8; HybridEP, full-iteration CUDA graph"',
+    )
+    zoo, oss, llama, qwen = (run.plan for run in runs("own.csv", "\n".join((header, *rows))))
+    assert (zoo.recompute, zoo.dispatcher) == ("layernorm+moe", "deepep")
+    assert (oss.recompute, oss.dispatcher, oss.cuda_graph) == ("layernorm+moe_act", "hybridep", "none")
+    assert (llama.offload, llama.offload_layers, llama.dtype) == ("activations", 40, "fp8")
+    assert (qwen.dtype, qwen.dispatcher, qwen.cuda_graph) == ("mxfp8", "hybridep", "full")
+
+
 def test_recomputing_some_layers_is_between_none_and_all():
     plan = replace(SHARDED, recompute="full")
     for measure in (step, lambda each: max(stage.total for stage in memory(LLAMA, each))):

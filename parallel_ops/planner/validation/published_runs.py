@@ -83,6 +83,10 @@ _SYSTEMS = {
     "Megatron-Bridge": _System(
         "megatron-bridge-2025", {"fsdp": False, "grad_dtype": "bf16", "inplace_loss": True}, _FP8
     ),
+    "Megatron MoE ModelZoo": _System(
+        "megatron-bridge-2026", {"fsdp": False, "grad_dtype": "bf16", "inplace_loss": True}, _FP8
+    ),
+    "KempnerForge": _System("torchtitan-2025", {}),
     "Megatron-LM": _System("megatron-2024", {"fsdp": False}),
     "NeMo 25": _System(
         "megatron-bridge-2025",
@@ -210,6 +214,9 @@ def _recompute(row: dict[str, str]) -> str:
     modules = named[1].split(" and ") if named else []
     if row["recompute"] == "selective" and modules and set(modules) <= set(MODULES):
         return "+".join(modules)
+    listed = re.split(r"[,+\s]+", row["recompute"])
+    if set(listed) <= set(MODULES):
+        return "+".join(listed)
     return {"some": "full"}.get(row["recompute"], row["recompute"])
 
 
