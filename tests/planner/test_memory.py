@@ -237,7 +237,7 @@ def test_groups_that_exchange_take_channels_for_every_peer_in_the_node():
     pipeline, ring = Plan(pp=8, global_batch=8), Plan(cp=8)
     assert process_bytes(pipeline, node) == process_bytes(replace(ring, zero=1), node) - 24 * CHANNEL_BYTES
     assert process_bytes(Plan(pp=2, tp=8, global_batch=8)) < process_bytes(Plan(pp=2, tp=4, global_batch=8)) + 2**28
-    assert process_bytes(replace(ring, cp_kind="all-to-all")) > process_bytes(ring)
+    assert process_bytes(replace(ring, cp_kind="all_to_all")) > process_bytes(ring)
 
 
 def test_the_packages_own_transport_takes_more():
