@@ -125,23 +125,24 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "left, int? right, float scale, float softcap, float p, Tensor? seed, int[] places, Tensor(a!) dq, Tensor(b!) "
       "dk, Tensor(c!) dv, bool accumulate) -> ()");
   m.def(
-      "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens, Tensor? seed, bool causal, "
-      "float scale, int? window, float softcap, float dropout_p, int first_head, str backend=\"auto\") -> (Tensor out, "
-      "Tensor statistics)");
+      "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens, Tensor? key_ranges, Tensor? "
+      "dropout_seed, float softmax_scale, int? left, int? right, float softcap, float dropout_p, int first_head, str "
+      "backend=\"auto\") -> (Tensor out, Tensor statistics)");
   m.def(
       "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? "
-      "sink, Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, int? window, float softcap, float "
-      "dropout_p, int first_head, str backend=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+      "sink, Tensor? cu_seqlens, Tensor? key_ranges, Tensor? dropout_seed, float softmax_scale, int? left, int? right, "
+      "float softcap, float dropout_p, int first_head, str backend=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, "
+      "Tensor dsink)");
   m.def(
-      "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor? cu_seqlens, str group, "
-      "SymInt length, SymInt head_tokens, str layout, int ulysses_degree, bool all_gather, bool causal, float scale, "
-      "int? window, float softcap, float dropout_p, int first_head, str backend, bool gradients) -> (Tensor out, "
-      "Tensor statistics, Tensor qkv)");
+      "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens, Tensor? key_ranges, Tensor? "
+      "dropout_seed, float softmax_scale, int? left, int? right, float softcap, float dropout_p, int first_head, str "
+      "backend, str group, SymInt length, str cp_layout, int ulysses_degree, bool all_gather, SymInt head_tokens, bool "
+      "gradients) -> (Tensor out, Tensor statistics, Tensor qkv)");
   m.def(
-      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor "
-      "statistics, Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool "
-      "all_gather, bool causal, float scale, int? window, float softcap, float dropout_p, int first_head, str "
-      "backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? sink, "
+      "Tensor? cu_seqlens, Tensor? key_ranges, Tensor? dropout_seed, float softmax_scale, int? left, int? right, float "
+      "softcap, float dropout_p, int first_head, str backend, str group, SymInt length, str cp_layout, int "
+      "ulysses_degree, bool all_gather) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
   m.def("grouped_linear(Tensor x, Tensor weight, Tensor ends, Tensor? bias) -> Tensor");
   m.def(
       "grouped_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor ends, bool[] needs) -> (Tensor, Tensor, "

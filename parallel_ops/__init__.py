@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # each from its own file, since the op and its file share a name
     from parallel_ops.comm import ParallelMesh
     from parallel_ops.context_parallel.attention import ring_attention
+    from parallel_ops.context_parallel.layouts import SequenceLayout, join_sequence, split_sequence
     from parallel_ops.ops.activations.bias_gelu import bias_gelu
     from parallel_ops.ops.activations.bias_swiglu import bias_swiglu
     from parallel_ops.ops.activations.gated import gelu_mul, silu_mul
@@ -38,6 +39,7 @@ __all__ = [
     "ExpertOrder",
     "ParallelMesh",
     "Routing",
+    "SequenceLayout",
     "all_gather_linear",
     "bias_dropout_add",
     "bias_gelu",
@@ -48,6 +50,7 @@ __all__ = [
     "flash_attention",
     "gelu_mul",
     "grouped_linear",
+    "join_sequence",
     "layer_norm",
     "linear_reduce_scatter",
     "load_balancing_loss",
@@ -61,6 +64,7 @@ __all__ = [
     "scaled_masked_softmax",
     "silu_mul",
     "sort_by_expert",
+    "split_sequence",
     "unpermute",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
@@ -69,11 +73,14 @@ __all__ = [
 # Where the names that are no local op come from.
 _HOMES = {
     "ParallelMesh": "comm",
+    "SequenceLayout": "context_parallel",
     "all_gather_linear": "tensor_parallel",
     "column_parallel_linear": "tensor_parallel",
     "enable_experimental": "triton_kernels.experimental",
+    "join_sequence": "context_parallel",
     "linear_reduce_scatter": "tensor_parallel",
     "ring_attention": "context_parallel",
+    "split_sequence": "context_parallel",
     "vocab_parallel_cross_entropy": "tensor_parallel",
     "vocab_parallel_linear_cross_entropy": "tensor_parallel",
 }

@@ -32,11 +32,12 @@ from benchmarks.parallel.link import Session
 from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel import SequenceLayout
-from parallel_ops.context_parallel.cost import Algorithm, keys_sent
-from parallel_ops.context_parallel.schedule.blocks import Options, pack_keys
+from parallel_ops.context_parallel.cost import keys_sent
+from parallel_ops.context_parallel.schedule.blocks import pack_keys
 from parallel_ops.context_parallel.schedule.ring import KVGradReducer, KVPrefetcher
-from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.context_parallel.schedule.ulysses import Placement, attention_backward, attention_forward
 from parallel_ops.ops.attention.flash_attention import flash_attention
+from parallel_ops.ops.attention.options import AttentionOptions
 
 # FLOP/s of attention as an H100 does it in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 600e12
@@ -135,18 +136,20 @@ def whole_calls(shape: Shape, size: int, dtype: torch.dtype, device: torch.devic
 def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: torch.device) -> dict[str, Call]:
     """One rank's part, by direction, and ``transfer`` with the direction for its messages alone."""
     size, rank = transport.size, transport.rank
-    options = Options(True, None, shape.head_dim**-0.5, 0.0, 0.0, None, shape.cu_seqlens(size, device))
-    attention = Attention(_OP, transport, size * shape.tokens, shape.layout, Algorithm(1, False), options)
+    bounds = shape.cu_seqlens(size, device)
+    options = AttentionOptions(cu_seqlens=bounds, softmax_scale=shape.head_dim**-0.5, right=0)
+    placement = Placement(_OP, size * shape.tokens, shape.layout, 1, False)
+    call = placement, transport, options
     s = SequenceLayout(size * shape.tokens, size, shape.layout).lengths[rank]
     q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
     grad = torch.randn_like(q)
-    ring = attention.ring()
+    ring = placement.ring(*call[1:], shape.heads)
     kv = pack_keys(k, v)
     shares = torch.zeros(kv.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def both() -> object:
-        out, statistics, _ = attention.forward(q, k, v, None)
-        return attention.backward(grad, q, k, v, None, out, statistics)
+        out, statistics, _ = attention_forward(*call, q, k, v)
+        return attention_backward(*call, grad, q, k, v, out, statistics)
 
     def transfer(direction: str) -> None:
         for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:
@@ -160,7 +163,7 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
                 returns.total()
 
     return {
-        "forward": lambda: attention.forward(q, k, v, None),
+        "forward": lambda: attention_forward(*call, q, k, v),
         "both": both,
         **{f"transfer {direction}": functools.partial(transfer, direction) for direction in DIRECTIONS},
     }

@@ -13,13 +13,14 @@ from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops.comm.device_rates import rates_of
 from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link, Selection, select
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, count_tokens, shard_ranges
+from parallel_ops.ops.attention.options import AttentionOptions
 
 NAME = "ring_attention"
 
 Layout = Literal["zigzag", "striped", "contiguous"]
 AlgorithmName = Literal["auto", "ring", "all_to_all", "hybrid", "all_gather"]
-# The share of the rate of large products that attention kernels reach.
-_OF_PRODUCTS = 0.75
+# The share of the rate of large GEMMs that attention kernels reach, assumed.
+_GEMM_SHARE = 0.75
 # Tokens per rank for which an algorithm is selected while a graph is compiled.
 _COMPILED_TOKENS = 8192
 
@@ -31,9 +32,9 @@ def ring_attention_algorithm(
     k: Tensor,
     *,
     group: ProcessGroup | None,
-    layout: Layout = "zigzag",
+    cp_layout: Layout = "zigzag",
     causal: bool = True,
-    window: int | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     length: int | None = None,
 ) -> Selection:
@@ -42,17 +43,18 @@ def ring_attention_algorithm(
     Returns:
         The ``algorithm`` and the ``reason``: all algorithms with their bytes and, on a GPU, their times.
     """
-    check_placement(q, group, layout, "auto", length, None)
-    shape = _shape(q, k, group, layout, causal, window, cu_seqlens is not None, length)
+    check_placement(q, group, cp_layout, "auto", length, None)
+    shape = _shape(q, k, group, cp_layout, causal, window_size, cu_seqlens is not None, length)
     return select(shape, _link(q, group))
 
 
 def check_placement(
-    q: Tensor, group: ProcessGroup | None, layout: str, algorithm: str, length: int | None, ulysses_degree: int | None
-) -> None:
+    q: Tensor, group: ProcessGroup | None, cp_layout: str, algorithm: str, length: int | None,
+    ulysses_degree: int | None,
+) -> None:  # fmt: skip
     """Raises for arguments that are wrong on this rank alone; also in a group of one rank."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"{NAME}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if cp_layout not in LAYOUTS:
+        raise ValueError(f"{NAME}: cp_layout must be one of {', '.join(LAYOUTS)}, got {cp_layout!r}")
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if ulysses_degree is not None:
@@ -69,17 +71,17 @@ def check_placement(
     if length < 0:
         raise ValueError(f"{NAME}: length must not be negative, got {length}")
     size, rank = group_size(group), group_rank(group)
-    own = count_tokens(shard_ranges(layout, length, size, rank))
+    own = count_tokens(shard_ranges(cp_layout, length, size, rank))
     if q.shape[0] != own:
         raise ValueError(
-            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {layout} layout, but q has "
+            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {cp_layout} layout, but q has "
             f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
         )
 
 
 def _shape(
-    q: Tensor, k: Tensor, group: ProcessGroup | None, layout: str, causal: bool, window: int | None, documents: bool,
-    length: int | None,
+    q: Tensor, k: Tensor, group: ProcessGroup | None, cp_layout: str, causal: bool, window_size: tuple[int, int],
+    documents: bool, length: int | None,
 ) -> AttentionShape:  # fmt: skip
     s, batch, heads, head_dim = q.shape
     size = group_size(group)
@@ -91,9 +93,9 @@ def _shape(
         kv_heads=k.shape[2],
         head_dim=head_dim,
         itemsize=q.element_size(),
-        layout=layout,
+        cp_layout=cp_layout,
         causal=causal,
-        window=window,
+        window_size=window_size,
         documents=documents,
     )
 
@@ -103,23 +105,23 @@ def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
     rates = None if group is None else rates_of(q.device, q.dtype, group)
     if rates is None:
         return None
-    return Link(_OF_PRODUCTS * rates.flops, rates.bandwidth, rates.latency)
+    return Link(_GEMM_SHARE * rates.flops, rates.bandwidth, rates.latency)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiled_ulysses_degree(ranks: int, heads: int, kv_heads: int, causal: bool, window: int | None) -> int:
+def _compiled_ulysses_degree(ranks: int, heads: int, kv_heads: int, causal: bool, window_size: tuple[int, int]) -> int:
     """The ``ulysses_degree`` that sends the fewest bytes. A compiled graph has the length as a symbol, so the algorithm
     must not depend on it."""
     shape = AttentionShape(
         length=ranks * _COMPILED_TOKENS, ranks=ranks, batch=1, heads=heads, kv_heads=kv_heads, head_dim=64, itemsize=2,
-        causal=causal, window=window,
+        causal=causal, window_size=window_size,
     )  # fmt: skip
     return select(shape, None).algorithm.ulysses_degree
 
 
 def select_algorithm(
-    q: Tensor, k: Tensor, group: ProcessGroup, layout: str, algorithm: str, causal: bool, window: int | None,
-    documents: bool, length: int | None, ulysses_degree: int | None,
+    q: Tensor, k: Tensor, group: ProcessGroup, cp_layout: str, algorithm: str, options: AttentionOptions,
+    length: int | None, ulysses_degree: int | None,
 ) -> Algorithm:  # fmt: skip
     """The algorithm that ``algorithm`` and ``ulysses_degree`` name.
 
@@ -128,9 +130,12 @@ def select_algorithm(
     """
     size, heads = group.size(), k.shape[2]
     if algorithm == "auto":
+        left, right = (-1 if n is None else n for n in (options.left, options.right))
+        mask = options.causal, (left, -1 if options.causal else right)
         if torch.compiler.is_compiling():
-            return Algorithm(_compiled_ulysses_degree(size, q.shape[2], heads, causal, window), False)
-        return select(_shape(q, k, group, layout, causal, window, documents, length), _link(q, group)).algorithm
+            return Algorithm(_compiled_ulysses_degree(size, q.shape[2], heads, *mask), False)
+        shape = _shape(q, k, group, cp_layout, *mask, options.packed, length)
+        return select(shape, _link(q, group)).algorithm
     if algorithm in ("ring", "all_gather"):
         return Algorithm(1, algorithm == "all_gather")
     if algorithm == "all_to_all":

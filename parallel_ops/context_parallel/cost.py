@@ -61,7 +61,7 @@ class AttentionShape:
 
     Args:
         length: tokens of the whole sequence. itemsize: bytes of an element of q, k and v.
-        documents: tokens see only their own document.
+        window_size: as in ``flash_attention``. documents: tokens see only their own document.
     """
 
     length: int
@@ -71,10 +71,16 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     itemsize: int
-    layout: str = "zigzag"
+    cp_layout: str = "zigzag"
     causal: bool = True
-    window: int | None = None
+    window_size: tuple[int, int] = (-1, -1)
     documents: bool = False
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Keys before and after a query's own place that it sees; ``None`` for all."""
+        left, right = (None if n < 0 else n for n in self.window_size)
+        return left, 0 if self.causal else right
 
 
 class Algorithm(NamedTuple):
@@ -147,13 +153,13 @@ def sent(shape: AttentionShape, algorithm: Algorithm) -> list[Sent]:
 
 def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
     """The bytes of each rank's all-to-all."""
-    own = lengths(shape.layout, shape.length, shape.ranks)
+    own = lengths(shape.cp_layout, shape.length, shape.ranks)
     queries, keys = (shape.batch * shape.head_dim * n / ulysses_degree for n in (shape.heads, shape.kv_heads))
     heads = shape.batch * shape.heads / ulysses_degree
     return [
         _total(
             heads_sent(own[rank], own[other], queries, 2 * keys, queries, heads, shape.itemsize)
-            for other in ulysses_ranks(shape.layout, shape.ranks, rank, ulysses_degree)
+            for other in ulysses_ranks(shape.cp_layout, shape.ranks, rank, ulysses_degree)
             if other != rank
         )
         for rank in range(shape.ranks)
@@ -163,7 +169,7 @@ def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
 def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
     """The bytes of keys, and of their gradients, that each rank sends."""
     shards = [
-        shard_ranges(shape.layout, shape.length, shape.ranks, rank, ulysses_degree) for rank in range(shape.ranks)
+        shard_ranges(shape.cp_layout, shape.length, shape.ranks, rank, ulysses_degree) for rank in range(shape.ranks)
     ]
     width = 2 * shape.batch * shape.kv_heads / ulysses_degree * shape.head_dim
     return [
@@ -173,7 +179,7 @@ def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
                 _visible_tokens(shape, shards[other], shards[rank]),
                 width, shape.itemsize,
             )
-            for other in ring_ranks(shape.layout, shape.ranks, rank, ulysses_degree)
+            for other in ring_ranks(shape.cp_layout, shape.ranks, rank, ulysses_degree)
             if other != rank
         )
         for rank in range(shape.ranks)
@@ -181,7 +187,7 @@ def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
 
 
 def _visible_tokens(shape: AttentionShape, keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...]) -> int:
-    return count_tokens(visible_keys(keys, queries, shape.causal, shape.window))
+    return count_tokens(visible_keys(keys, queries, *shape.bounds))
 
 
 def _total(parts: Iterable[Sent]) -> Sent:
@@ -199,7 +205,7 @@ def hiding_tokens(shape: AttentionShape, *, bandwidth: float, flops: float) -> S
         ValueError: with a window or documents a step does not grow with the square of its tokens; in contiguous layout
             under a causal mask ranks wait for each other.
     """
-    if shape.window is not None or shape.documents or (shape.causal and shape.layout == "contiguous"):
+    if max(shape.window_size) >= 0 or shape.documents or (shape.causal and shape.cp_layout == "contiguous"):
         raise ValueError("hiding_tokens: there is no such length with a window, documents or causal contiguous tokens")
     half = 1 if shape.causal else 2
     w, group = shape.itemsize, shape.heads / shape.kv_heads
@@ -215,8 +221,8 @@ def algorithms(shape: AttentionShape) -> list[Algorithm]:
 def seconds(shape: AttentionShape, algorithm: Algorithm, link: Link) -> float:
     """Seconds of forward and backward together on the slowest rank."""
     u = algorithm.ulysses_degree
-    others = ring_ranks(shape.layout, shape.ranks, 0, u)
-    shards = [shard_ranges(shape.layout, shape.length, shape.ranks, rank, u) for rank in others]
+    others = ring_ranks(shape.cp_layout, shape.ranks, 0, u)
+    shards = [shard_ranges(shape.cp_layout, shape.length, shape.ranks, rank, u) for rank in others]
     work = max(_pairs(shard, shape) for shard in shards) * 4 * shape.head_dim * shape.heads / u * shape.batch
     compute = Sent(work / link.flops, 2.5 * work / link.flops)
     waited = [sum(s) for s in _all_to_all_sent(shape, u)]
@@ -253,12 +259,13 @@ def select(shape: AttentionShape, link: Link | None) -> Selection:
 
 def _pairs(shard: Sequence[TokenRange], shape: AttentionShape) -> float:
     """The number of (query, key) pairs to compute for a shard's queries."""
-    if not shape.causal:
-        return count_tokens(shard) * shape.length
-    widest = shape.length if shape.window is None else shape.window
+    left, right = shape.bounds
+    widest = shape.length if left is None else left + 1
+    if right != 0:
+        return count_tokens(shard) * min(shape.length, widest + (shape.length if right is None else right))
     total = 0
     for part in shard:
-        # Query p sees min(p + 1, window) keys.
+        # Query p sees min(p + 1, widest) keys.
         growing = min(part.length, max(0, -(-(widest - part.start) // part.step)))
         total += growing * (part.start + 1) + part.step * growing * (growing - 1) // 2
         total += (part.length - growing) * widest

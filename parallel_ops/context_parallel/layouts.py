@@ -1,6 +1,6 @@
 """Sequences sharded over a context-parallel group: which rank has which tokens, and how to split and join them.
 
-    layout = SequenceLayout(length=10, ranks=2)                zigzag: chunks of 3, 3, 2 and 2 tokens
+    layout = SequenceLayout(length=10, ranks=2)             zigzag: chunks of 3, 3, 2 and 2 tokens
     layout.positions(0)                                        tensor([0, 1, 2, 8, 9])
     x0, x1 = layout.split(x)                                   tokens, labels, masks: any tensor over the sequence
     layout.join([x0, x1])                                      x again
@@ -29,16 +29,16 @@ class SequenceLayout:
     Args:
         length: tokens of the whole sequence.
         ranks: number of ranks that share it.
-        kind: ``"zigzag"`` (each rank a chunk of the first half and the mirrored one of the second: balanced under a
-            causal mask), ``"striped"`` (every ``ranks``-th token) or ``"contiguous"``.
+        cp_layout: ``"zigzag"`` (each rank a chunk of the first half and the mirrored one of the second: balanced under
+            a causal mask), ``"striped"`` (every ``ranks``-th token) or ``"contiguous"``.
 
     Raises:
-        TypeError, ValueError: ``length`` or ``ranks`` is not a count, ``kind`` is unknown.
+        TypeError, ValueError: ``length`` or ``ranks`` is not a count, ``cp_layout`` is unknown.
     """
 
     length: int
     ranks: int
-    kind: str = "zigzag"
+    cp_layout: str = "zigzag"
 
     def __post_init__(self) -> None:
         for name, least in (("length", 0), ("ranks", 1)):
@@ -47,13 +47,13 @@ class SequenceLayout:
                 raise TypeError(f"SequenceLayout: {name} must be an int, got {type(value).__name__}")
             if value < least:
                 raise ValueError(f"SequenceLayout: {name} must be at least {least}, got {value}")
-        if self.kind not in LAYOUTS:
-            raise ValueError(f"SequenceLayout: kind must be one of {', '.join(LAYOUTS)}, got {self.kind!r}")
+        if self.cp_layout not in LAYOUTS:
+            raise ValueError(f"SequenceLayout: cp_layout must be one of {', '.join(LAYOUTS)}, got {self.cp_layout!r}")
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens on each rank; they differ by at most one."""
-        return lengths(self.kind, self.length, self.ranks)
+        return lengths(self.cp_layout, self.length, self.ranks)
 
     def positions(
         self, rank: int, *, cu_seqlens: Tensor | None = None, device: torch.device | str | None = None
@@ -96,26 +96,26 @@ class SequenceLayout:
     def _ranges(self, rank: int) -> tuple[TokenRange, ...]:
         if not 0 <= rank < self.ranks:
             raise ValueError(f"SequenceLayout: rank must be from 0 to {self.ranks - 1}, got {rank}")
-        return shard_ranges(self.kind, self.length, self.ranks, rank)
+        return shard_ranges(self.cp_layout, self.length, self.ranks, rank)
 
     def _check(self, x: Tensor, dim: int, length: int) -> None:
         if x.shape[dim] != length:
             raise ValueError(f"SequenceLayout: dimension {dim} must have {length} tokens, got {list(x.shape)}")
 
 
-def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: str = "zigzag", dim: int = 0) -> Tensor:
+def split_sequence(x: Tensor, group: ProcessGroup | None, *, cp_layout: str = "zigzag", dim: int = 0) -> Tensor:
     """This rank's tokens of ``x``, which is whole on every rank. Nothing is sent.
 
     Args:
         x: any shape and dtype; its dimension ``dim`` is the sequence.
         group: the ranks that share the sequence; ``None`` for one.
-        layout: as in ``ring_attention``.
+        cp_layout: as in ``ring_attention``.
     """
-    return SequenceLayout(x.shape[dim], group_size(group), layout).shard(x, group_rank(group), dim=dim)
+    return SequenceLayout(x.shape[dim], group_size(group), cp_layout).shard(x, group_rank(group), dim=dim)
 
 
 def join_sequence(
-    x: Tensor, group: ProcessGroup | None, *, length: int | None = None, layout: str = "zigzag", dim: int = 0
+    x: Tensor, group: ProcessGroup | None, *, length: int | None = None, cp_layout: str = "zigzag", dim: int = 0
 ) -> Tensor:
     """The whole sequence from every rank's tokens: an all-gather. The backward takes the gradient of this rank's
     tokens, which is right if every rank computes the same with the whole (see ``gather_from_group``).
@@ -128,7 +128,7 @@ def join_sequence(
         TypeError, ValueError: on every rank and before data moves.
     """
     size = group_size(group)
-    whole = SequenceLayout(x.shape[dim] * size if length is None else length, size, layout)
+    whole = SequenceLayout(x.shape[dim] * size if length is None else length, size, cp_layout)
     gathered = gather_from_group(x, group, dim=dim, sizes=whole.lengths)
     return whole.join(gathered.split(list(whole.lengths), dim=dim), dim=dim)
 

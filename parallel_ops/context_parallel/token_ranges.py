@@ -87,15 +87,24 @@ def local_slice(part: TokenRange, shard: Sequence[TokenRange]) -> slice:
 
 @functools.lru_cache(maxsize=4096)
 def visible_keys(
-    keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...], causal: bool, window: int | None
-) -> tuple[TokenRange, ...]:
-    """The keys visible to the queries: one contiguous part of each range, left out if no query sees it."""
+    keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...], left: int | None, right: int | None,
+    limits: tuple[tuple[int, int], ...] | None = None,
+) -> tuple[TokenRange, ...]:  # fmt: skip
+    """The keys visible to the queries: one contiguous part of each range, left out if no query sees it.
+
+    Args:
+        left, right: keys before and after a query's own place that it sees; ``None`` for all.
+        limits: for each range of queries the first and the last key that any of them sees.
+    """
     parts = []
     for k in keys:
         bounds = []
-        for q in queries:
-            low = 0 if window is None else max(0, -(-(q.start - window + 1 - k.start) // k.step))
-            high = k.length - 1 if not causal else min(k.length - 1, (q.last - k.start) // k.step)
+        for i, q in enumerate(queries):
+            first, last = (k.start, k.last) if limits is None else limits[i]
+            first = first if left is None else max(first, q.start - left)
+            last = last if right is None else min(last, q.last + right)
+            low = max(0, -((k.start - first) // k.step))
+            high = min(k.length - 1, (last - k.start) // k.step)
             if low <= high:
                 bounds.append((low, high))
         if bounds:

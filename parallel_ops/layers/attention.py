@@ -51,7 +51,8 @@ class ParallelSelfAttention(AttentionHeads):
         qk_norm_over: ``"head"``, or ``"all_heads"`` for one norm over all heads of the queries, and one of the keys.
         sink: a learned logit of each head, which takes part in its softmax without a value (OpenAI, arXiv:2508.10925).
         causal: no token attends to a later one.
-        window: number of tokens that a token attends to at most, itself included; causal only.
+        window_size: ``(left, 0)``: a token attends to at most ``left`` tokens before it, as FlashAttention counts;
+            causal only. Hugging Face's ``sliding_window`` of n is ``(n - 1, 0)``.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``.
         attention_dropout: probability, on the attention weights.
         bias: whether the linears have biases; qkv_bias: the same for ``q``, ``k`` and ``v``, ``None`` for ``bias``.
@@ -94,7 +95,7 @@ class ParallelSelfAttention(AttentionHeads):
         norm_eps: float = 1e-5,
         sink: bool = False,
         causal: bool = True,
-        window: int | None = None,
+        window_size: tuple[int, int] | None = None,
         core_attention: CoreAttention | None = None,
         attention_dropout: float = 0.0,
         bias: bool = True,
@@ -111,7 +112,7 @@ class ParallelSelfAttention(AttentionHeads):
             num_heads,
             mesh,
             causal=causal,
-            window=window,
+            window_size=window_size,
             core_attention=core_attention,
             attention_dropout=attention_dropout,
         )

@@ -1,4 +1,4 @@
-"""What attention layers share: the core attention over this rank's heads, its options and its dropout."""
+"""Core attention over this rank's heads, its options and its dropout: shared by the attention layers."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,11 +16,10 @@ class AttentionHeads(ShardedModule):
     """A module whose ``num_heads`` query heads are sharded over ``mesh``, with a core attention.
 
     Args:
-        causal, window, core_attention, attention_dropout: see ``ParallelSelfAttention``.
+        causal, window_size, core_attention, attention_dropout: see ``ParallelSelfAttention``.
 
     Raises:
-        ValueError: heads that the mesh does not divide, a window that is not positive or not causal, a dropout
-            outside of 0 to 1.
+        ValueError: heads that the mesh does not divide, a window that is not causal, a dropout outside of 0 to 1.
     """
 
     def __init__(
@@ -29,18 +28,21 @@ class AttentionHeads(ShardedModule):
         mesh: DeviceMesh | None,
         *,
         causal: bool,
-        window: int | None,
+        window_size: tuple[int, int] | None,
         core_attention: CoreAttention | None,
         attention_dropout: float,
     ) -> None:
         super().__init__(mesh)
         self._op = type(self).__name__
-        if window is not None and (not causal or window < 1):
-            raise ValueError(f"{self._op}: window must be positive and needs causal=True, got {window}")
+        if window_size is not None and (not causal or window_size[0] < -1):
+            raise ValueError(
+                f"{self._op}: window_size must be (left, 0) with left of at least 0, or -1 for no limit, and needs "
+                f"causal=True, got {window_size}"
+            )
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"{self._op}: attention_dropout must be from 0 to below 1, got {attention_dropout}")
         self.local_heads = ensure_divisible(self._op, "num_heads", num_heads, self.ranks)
-        self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
+        self.causal, self.window_size, self.attention_dropout = causal, window_size, attention_dropout
         self.core_attention: CoreAttention = flash if core_attention is None else core_attention
         self._core_takes = frozenset(inspect.signature(self.core_attention).parameters)
 
@@ -61,7 +63,10 @@ class AttentionHeads(ShardedModule):
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p and "first_head" in self._core_takes:
             given["first_head"] = self.local_heads * group_rank(self.group)
+        causal, window_size = self.causal, self.window_size
+        if given.get("key_ranges") is not None:  # they say what is seen later than a token; a window cuts them before
+            causal, window_size = False, None if window_size is None else (window_size[0], -1)
         y = self.core_attention(
-            q, k, v, causal=self.causal, scale=scale, window=self.window, dropout_p=dropout_p, **given
+            q, k, v, causal=causal, softmax_scale=scale, window_size=window_size, dropout_p=dropout_p, **given
         )  # fmt: skip
         return y.flatten(2)

@@ -1,8 +1,10 @@
 """Core attention: from queries, keys and values to the weighted sum of values. Layers take it as a callable.
 
-    out[s, b, h] = softmax over t of (q[s, b, h] . k[t, b, h // g] * scale) v[t, b, h // g]        g = heads / kv_heads
+    out[s, b, h] = softmax over t of (q[s, b, h] . k[t, b, h // g] * softmax_scale) v[t, b, h // g]
 
-``core_attention(q, k, v, *, causal, scale, window, dropout_p)`` takes q ``[s, b, heads, d]``, k and v
+    g = heads / kv_heads
+
+``core_attention(q, k, v, *, causal, softmax_scale, window_size, dropout_p)`` takes q ``[s, b, heads, d]``, k and v
 ``[t, b, kv_heads, d]``, any strides, and returns ``[s, b, heads, d]``. Grouped queries (Ainslie et al.,
 arXiv:2305.13245) share a key and a value. It may take further keywords: ``first_head``, the index of q's first head
 among the heads of all ranks, which the layer passes with dropout; ``sink``, one more logit of each head, which a layer
@@ -17,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops.ops import flash_attention, scaled_causal_softmax, scaled_masked_softmax
-from parallel_ops.ops.attention.backends import BackendName
+
+# On a GPU it takes torch's kernels where torch itself would. With dropout it draws by global index.
+flash = flash_attention
 
 # With a sliding window, a block of queries reads at most ``window`` keys more than it has queries.
 _LEAST_BLOCK = 256
@@ -33,40 +37,10 @@ class CoreAttention(Protocol):
         v: Tensor,
         *,
         causal: bool,
-        scale: float | None,
-        window: int | None,
+        softmax_scale: float | None,
+        window_size: tuple[int, int] | None,
         dropout_p: float,
     ) -> Tensor: ...
-
-
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    first_head: int = 0,
-    cu_seqlens: Tensor | None = None,
-    sink: Tensor | None = None,
-    backend: BackendName = "auto",
-) -> Tensor:
-    """``flash_attention``, which on a GPU takes torch's kernels where torch itself would.
-
-    Args:
-        window: number of keys that a query attends to at most, its own included; causal only.
-        dropout_p: on the probabilities, drawn by global index from a seed of torch's generator.
-        first_head: index of the first head among the heads of all ranks.
-        cu_seqlens: starts of documents; see ``flash_attention``.
-        sink: ``[heads]``, one more logit of every row, without a value.
-        backend: ``"triton"`` for the same bits on every run of a GPU; see ``flash_attention``.
-    """
-    return flash_attention(
-        q, k, v, causal=causal, scale=scale, window=window, sink=sink, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
-        first_head=first_head, backend=backend,
-    )  # fmt: skip
 
 
 def sdpa(
@@ -75,29 +49,28 @@ def sdpa(
     v: Tensor,
     *,
     causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Torch's ``scaled_dot_product_attention``, which does not keep all scores in memory.
 
     Args:
-        scale: ``None`` for ``1 / sqrt(d)``.
-        window: number of keys that a query attends to at most, its own included; causal only. Queries are processed in
-            blocks with the keys in their windows, so neither scores nor a mask of ``s x s`` are made.
+        softmax_scale: ``None`` for ``1 / sqrt(d)``.
+        window_size: ``(left, 0)`` as in ``flash_attention``; causal only. Queries are processed in blocks with the keys
+            in their windows, so neither scores nor a mask of ``s x s`` are made.
         dropout_p: on the probabilities, drawn by torch: the mask depends on how heads are sharded.
 
     Raises:
         ValueError: a window without ``causal``.
     """
-    if window is not None and not causal:
-        raise ValueError("sdpa: window needs causal=True")
+    window = _causal_window("sdpa", causal, window_size)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     s = q.shape[2]
     if window is None or window >= s:
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, dropout_p=dropout_p, enable_gqa=grouped
+            q, k, v, is_causal=causal, scale=softmax_scale, dropout_p=dropout_p, enable_gqa=grouped
         )
         return out.permute(2, 0, 1, 3)
     block = max(window, _LEAST_BLOCK)
@@ -109,7 +82,7 @@ def sdpa(
             F.scaled_dot_product_attention(
                 q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop],
                 attn_mask=(distance >= 0) & (distance < window),
-                scale=scale, dropout_p=dropout_p, enable_gqa=grouped,
+                scale=softmax_scale, dropout_p=dropout_p, enable_gqa=grouped,
             )
         )  # fmt: skip
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
@@ -121,8 +94,8 @@ def unfused(
     v: Tensor,
     *,
     causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] | None = None,
     dropout_p: float = 0.0,
     mask: Tensor | None = None,
 ) -> Tensor:
@@ -132,7 +105,7 @@ def unfused(
         mask: bool (True masks the key out) or added to the scores, broadcastable to them; not with ``causal``.
 
     Raises:
-        ValueError: a mask with ``causal``.
+        ValueError: a mask with ``causal``, a window without.
     """
     if causal and mask is not None:
         raise ValueError("unfused: mask must be None for causal attention; set causal=False")
@@ -142,7 +115,8 @@ def unfused(
     q = q.reshape(s, b, kv, g, d).permute(1, 2, 3, 0, 4).reshape(b * kv, g * s, d)
     k, v = (x.reshape(t, b * kv, d).transpose(0, 1) for x in (k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).view(b, kv, g, s, t)
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if softmax_scale is None else softmax_scale
+    window = _causal_window("unfused", causal, window_size)
     if causal:
         weights = scaled_causal_softmax(scores, scale, window=window)
     else:
@@ -150,3 +124,12 @@ def unfused(
     weights = F.dropout(weights, dropout_p) if dropout_p else weights
     context = torch.bmm(weights.view(b * kv, g * s, t).to(v.dtype), v)
     return context.view(b, kv, g, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
+
+
+def _causal_window(op: str, causal: bool, window_size: tuple[int, int] | None) -> int | None:
+    """Tokens in a causal window, the query's own included."""
+    if window_size is None or max(window_size) < 0:
+        return None
+    if not causal:
+        raise ValueError(f"{op}: window_size needs causal=True")
+    return None if window_size[0] < 0 else window_size[0] + 1

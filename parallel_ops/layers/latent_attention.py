@@ -125,7 +125,7 @@ class ParallelLatentAttention(AttentionHeads):
         q_lora_rank: int | None = None,
         scale: float | None = None,
         interleaved: bool = True,
-        window: int | None = None,
+        window_size: tuple[int, int] | None = None,
         core_attention: CoreAttention | None = None,
         attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
@@ -140,7 +140,7 @@ class ParallelLatentAttention(AttentionHeads):
             num_heads,
             mesh,
             causal=True,
-            window=window,
+            window_size=window_size,
             core_attention=core_attention,
             attention_dropout=attention_dropout,
         )

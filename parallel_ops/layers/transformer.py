@@ -35,7 +35,7 @@ class ParallelTransformerLayer(ShardedModule):
     """Attention and MLP around a residual stream.
 
     Args:
-        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, qk_norm_over, sink, window: see
+        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, qk_norm_over, sink, window_size: see
             ``ParallelSelfAttention``.
         core_attention, attention_dropout: see ``ParallelSelfAttention``.
         attention: in the place of ``ParallelSelfAttention``, such as ``ParallelLatentAttention`` over the same mesh.
@@ -88,7 +88,7 @@ class ParallelTransformerLayer(ShardedModule):
         attention_bias: bool | None = None,
         qkv_bias: bool | None = None,
         sink: bool = False,
-        window: int | None = None,
+        window_size: tuple[int, int] | None = None,
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
@@ -117,7 +117,7 @@ class ParallelTransformerLayer(ShardedModule):
             qk_norm_over=qk_norm_over,
             norm_eps=norm_eps,
             sink=sink,
-            window=window,
+            window_size=window_size,
             core_attention=core_attention,
             attention_dropout=attention_dropout,
             qkv_bias=qkv_bias,

@@ -191,6 +191,11 @@ class TransformerConfig:
         """The window of each layer."""
         return self.window if isinstance(self.window, tuple) else (self.window,) * self.num_layers
 
+    def window_size(self, number: int) -> tuple[int, int] | None:
+        """The window of a layer as ``flash_attention`` counts it: ``(window - 1, 0)``."""
+        window = self.windows[number]
+        return None if window is None else (window - 1, 0)
+
     def _check_count(self, name: str, value: object, *, optional: bool = False) -> None:
         if value is None and optional:
             return

@@ -1,5 +1,6 @@
 """Context parallelism of a model: the tokens of each rank, and the mean loss over the ranks."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,32 +40,9 @@ class Place:
         return x if self.layout is None else self.layout.shard(x, self.rank)
 
 
-class RingCoreAttention:
+class RingCoreAttention(functools.partial[Tensor]):
     """``ring_attention`` over a group as the core attention of a layer. Deep copies are the same object, since groups
     cannot be copied."""
-
-    def __init__(self, group: ProcessGroup, layout: Layout, algorithm: AlgorithmName) -> None:
-        self.group, self.layout, self.algorithm = group, layout, algorithm
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        window: int | None = None,
-        dropout_p: float = 0.0,
-        first_head: int = 0,
-        length: int | None = None,
-        cu_seqlens: Tensor | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor:
-        return ring_attention(
-            q, k, v, group=self.group, layout=self.layout, algorithm=self.algorithm, causal=causal, scale=scale,
-            window=window, sink=sink, dropout_p=dropout_p, first_head=first_head, length=length, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RingCoreAttention":
         return self
@@ -78,15 +56,17 @@ class Context:
         core_attention: ring attention over the group; ``None`` for one rank.
     """
 
-    def __init__(self, layer: str, mesh: DeviceMesh | None, layout: Layout, algorithm: AlgorithmName) -> None:
+    def __init__(self, layer: str, mesh: DeviceMesh | None, cp_layout: Layout, algorithm: AlgorithmName) -> None:
         mesh = check_mesh(layer, mesh)
-        self.kind = SequenceLayout(1, 1, layout).kind  # checked here, not at the first forward
+        self.cp_layout = SequenceLayout(1, 1, cp_layout).cp_layout  # checked here, not at the first forward
         self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.core_attention: CoreAttention | None = None
         if mesh is not None:
             assert self.group is not None
-            self.core_attention = RingCoreAttention(self.group, layout, algorithm)
+            self.core_attention = RingCoreAttention(
+                ring_attention, group=self.group, cp_layout=cp_layout, algorithm=algorithm
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
         """The same object: a copy of a model is over the same ranks."""
@@ -94,7 +74,7 @@ class Context:
 
     def lengths(self, s: int) -> tuple[int, ...]:
         """Number of tokens of each rank, of ``s`` in all."""
-        return SequenceLayout(s, self.ranks, self.kind).lengths
+        return SequenceLayout(s, self.ranks, self.cp_layout).lengths
 
     def place(self, s: int, *, whole: bool, device: torch.device) -> Place:
         """Where this rank's tokens are.
@@ -105,7 +85,7 @@ class Context:
         """
         if self.ranks == 1:
             return Place()
-        layout = SequenceLayout(s if whole else s * self.ranks, self.ranks, self.kind)
+        layout = SequenceLayout(s if whole else s * self.ranks, self.ranks, self.cp_layout)
         return Place(
             layout,
             self.rank,

@@ -43,7 +43,7 @@ def layer_of(
         if isinstance(scaling, YarnScaling):
             scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5 * scaling.softmax_factor
         attention = ParallelLatentAttention(
-            config.hidden_size, config.num_heads, **dataclasses.asdict(latent), window=config.windows[number],
+            config.hidden_size, config.num_heads, **dataclasses.asdict(latent), window_size=config.window_size(number),
             scale=scale, core_attention=core_attention, attention_dropout=config.attention_dropout, **init, **common,
         )  # fmt: skip
     mlp: ParallelMoE | None = None
@@ -70,7 +70,7 @@ def layer_of(
         attention_bias=config.attention_bias,
         qkv_bias=config.qkv_bias,
         sink=config.attention_sinks,
-        window=config.windows[number],
+        window_size=config.window_size(number),
         core_attention=core_attention,
         **init,
         **common,

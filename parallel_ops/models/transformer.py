@@ -57,7 +57,7 @@ class Transformer(PretrainedModel):
             experts and the loss always have the exact sum.
         context: the context-parallel ranks, which share each sequence: a ``DeviceMesh`` of one dimension
             (``mesh["cp"]``); ``None`` for one.
-        layout, algorithm: how the sequence is split over ``context``, and how its ranks exchange keys and values; see
+        cp_layout, algorithm: how ``context`` splits the sequence, and how its ranks exchange keys and values; see
             ``ring_attention``.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
             ``context``.
@@ -104,7 +104,7 @@ class Transformer(PretrainedModel):
         overlap: Overlap = "auto",
         reduction: Reduction = "exact",
         context: DeviceMesh | None = None,
-        layout: Layout = "zigzag",
+        cp_layout: Layout = "zigzag",
         algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,
         expert_mesh: DeviceMesh | None = None,
@@ -119,7 +119,7 @@ class Transformer(PretrainedModel):
                 f"Transformer: stages must have num_layers ({config.num_layers}) layers in all, got {sum(stages.sizes)}"
             )
         self.stages, self.pp_rank = stages, pp_rank
-        self.context = Context("Transformer", context, layout, algorithm)
+        self.context = Context("Transformer", context, cp_layout, algorithm)
         if core_attention is not None and self.context.ranks > 1:
             raise ValueError("Transformer: core_attention must be None with context, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention

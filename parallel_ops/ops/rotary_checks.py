@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
+from parallel_ops._internal.tensor_format import FORMATS, described, from_sbhd
 
 
 def check_rotary(
     op: str, names: tuple[str, ...], x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor | None, tensor_format: str = "sbhd",
 ) -> None:  # fmt: skip
-    """Tensors are ``[s, b, h, d]`` or ``[t, h, d]``."""
+    """Tensors are ``[s, b, h, d]`` or ``[t, h, d]``; errors speak of ``tensor_format``."""
     if k is not None:
         check_same_device(op, "k", k, "q", x)
         if k.dtype != x.dtype:
@@ -26,7 +27,14 @@ def check_rotary(
         _check_sequences(op, x, cos, cu_seqlens)
     elif positions is None:
         if x.shape[0] > cos.shape[0]:
-            raise ValueError(f"{op}: cos has {cos.shape[0]} rows, but {names[0]} has {x.shape[0]} positions")
+            fit = [
+                f for f in FORMATS if x.dim() == 4 and from_sbhd(x, tensor_format).shape[f.index("s")] <= cos.shape[0]
+            ]
+            advice = f"; the shape fits tensor_format={fit[0]!r}, {described(fit[0])}" if fit else ""
+            raise ValueError(
+                f"{op}: cos has {cos.shape[0]} rows, but {names[0]} has {x.shape[0]} positions in "
+                f"{described(tensor_format)}{advice}"
+            )
     else:
         _check_positions(op, x, cos, positions)
 

@@ -12,7 +12,7 @@ q and k share their tokens' angles, so one call rotates both. Saved for backward
 needed. Source: Su et al., arXiv:2104.09864.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,8 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.autograd import once_differentiable
 from parallel_ops._internal.dispatch.checks import check_floating
 from parallel_ops._internal.dispatch.registration import register
+from parallel_ops._internal.tensor_format import TensorFormat, check_format, described, from_sbhd, to_sbhd
 from parallel_ops.ops.rotary_checks import check_rotary, check_writable
-
-Layout = Literal["sbhd", "bhsd"]
 
 
 def rotary_embedding(
@@ -34,32 +33,33 @@ def rotary_embedding(
     positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     doubled: bool = False,
-    layout: Layout = "sbhd",
+    tensor_format: TensorFormat = "sbhd",
     inplace: bool = False,
 ) -> Tensor:
     """``x`` with the first dimensions of each head rotated by its position's angles.
 
     Args:
-        x: ``[s, b, h, d]``, ``[b, h, s, d]`` (see ``layout``) or packed ``[t, h, d]``, float32, float16, bfloat16 or
+        x: ``[s, b, h, d]``, or as ``tensor_format`` says, or packed ``[t, h, d]``, float32, float16, bfloat16 or
             float64, any strides: a view of a fused qkv is read as it is.
         cos, sin: ``[positions, R / 2]``, R <= d even, or one row for each token, ``[s, b, R / 2]`` (``[b, s, R / 2]``
-            with heads first); float32 or the dtype of ``x``. They take no gradient. Without ``sin``, ``cos`` holds the
-            angles themselves, of any of these dtypes, also as ``[s, 1, 1, R / 2]``: with ``doubled`` Megatron-LM's
-            freqs. Their cosine and sine are computed in fp32 at every call; compute
-            tables once if several layers share them.
+            if the batch is first); float32 or the dtype of ``x``. They take no gradient. Without ``sin``, ``cos`` holds
+            the angles themselves, of any of these dtypes, also as ``[s, 1, 1, R / 2]``: with ``doubled`` Megatron-LM's
+            freqs. Their cosine and sine are computed in fp32 at every call; compute tables once if several layers share
+            them.
         interleaved: which dimensions make a pair (see the top of this file).
-        positions: int64, ``[s]``, ``[s, b]`` (``[b, s]`` with heads first) or, for packed ``x``, ``[t]``: the row of
-            ``cos`` and ``sin`` for each token. ``None``: row i for index i of the sequence. Context-parallel ranks need
-            them. One out of range raises on CPU; on CUDA, where checking would wait for the GPU, it gives NaN.
+        positions: int64, ``[s]``, ``[s, b]`` (``[b, s]`` if the batch is first) or, for packed ``x``, ``[t]``: the row
+            of ``cos`` and ``sin`` for each token. ``None``: row i for index i of the sequence. Context-parallel ranks
+            need them. One out of range raises on CPU; on CUDA, where checking would wait for the GPU, it gives NaN.
         cu_seqlens: int32 or int64 ``[n + 1]``, for packed ``x`` in place of positions: where each of its n sequences
             starts, and t. Positions count from the start of a sequence.
         doubled: ``cos`` and ``sin`` have R columns, each angle twice, as Megatron-LM's and Transformers' do.
-        layout: ``"sbhd"``, or ``"bhsd"`` for heads before the sequence, as Transformers has it.
+        tensor_format: order of the dimensions of ``x`` and the result: ``"sbhd"``, ``"bhsd"`` (Transformers' and
+            SDPA's) or ``"bshd"`` (FlashAttention's).
         inplace: writes over ``x``, which must not be expanded, and returns it. ``torch.compile``, which plans memory
             itself, may copy.
 
     Returns:
-        Shape and dtype of ``x``, contiguous unless in place.
+        Shape and dtype of ``x``, contiguous unless in place; for ``"bshd"`` a view of ``[s, b, h, d]``.
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes or devices, positions out of range (CPU), angles that
@@ -76,7 +76,9 @@ def rotary_embedding(
         >>> rotary_embedding(x, angles.cos(), angles.sin()).shape
         torch.Size([128, 2, 8, 64])
     """
-    return _run("rotary_embedding", x, None, cos, sin, interleaved, positions, cu_seqlens, doubled, layout, inplace)[0]
+    return _run(
+        "rotary_embedding", x, None, cos, sin, interleaved, positions, cu_seqlens, doubled, tensor_format, inplace
+    )[0]
 
 
 def rotary_embedding_qk(
@@ -89,7 +91,7 @@ def rotary_embedding_qk(
     positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     doubled: bool = False,
-    layout: Layout = "sbhd",
+    tensor_format: TensorFormat = "sbhd",
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``rotary_embedding`` of ``q`` and ``k`` in one call; their numbers of heads may differ.
@@ -103,7 +105,9 @@ def rotary_embedding_qk(
         >>> k.shape
         torch.Size([128, 2, 4, 64])
     """
-    return _run("rotary_embedding_qk", q, k, cos, sin, interleaved, positions, cu_seqlens, doubled, layout, inplace)
+    return _run(
+        "rotary_embedding_qk", q, k, cos, sin, interleaved, positions, cu_seqlens, doubled, tensor_format, inplace
+    )
 
 
 def rotary_embedding_reference(
@@ -140,23 +144,22 @@ def rotary_embedding_reference(
 
 def _run(
     op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None, interleaved: bool,
-    positions: Tensor | None, cu_seqlens: Tensor | None, doubled: bool, layout: str, inplace: bool,
+    positions: Tensor | None, cu_seqlens: Tensor | None, doubled: bool, tensor_format: TensorFormat, inplace: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    heads_first = layout == "bhsd"
-    if layout not in ("sbhd", "bhsd"):
-        raise ValueError(f"{op}: layout must be 'sbhd' or 'bhsd', got {layout!r}")
+    check_format(op, tensor_format)
+    batch_first, heads_first = tensor_format != "sbhd", tensor_format == "bhsd"
     names = ("x",) if k is None else ("q", "k")
     for name, t in zip(names, (q, k), strict=False):
         assert t is not None
         check_floating(op, name, t)
-        allowed = "[b, h, s, d]" if heads_first else "[s, b, h, d] or [t, h, d]"
-        if t.dim() != 4 and (heads_first or t.dim() != 3):
-            raise ValueError(f"{op}: {name} must be {allowed}, got {list(t.shape)}")
+        if t.dim() != 4 and (batch_first or t.dim() != 3):
+            packed = "" if batch_first else " or packed [t, h, d]"
+            raise ValueError(f"{op}: {name} must be {described(tensor_format)}{packed}, got {list(t.shape)}")
     cos, sin = _tables(op, cos, sin, interleaved, doubled, q.dtype)
-    if heads_first:
-        q, k = q.permute(2, 0, 1, 3), None if k is None else k.permute(2, 0, 1, 3)
+    if batch_first:
+        q, k = to_sbhd(q, tensor_format), None if k is None else to_sbhd(k, tensor_format)
         cos, sin, positions = (_sequence_first(t, dims) for t, dims in ((cos, 3), (sin, 3), (positions, 2)))
-    check_rotary(op, names, q, k, cos, sin, positions, cu_seqlens)
+    check_rotary(op, names, q, k, cos, sin, positions, cu_seqlens, tensor_format)
     if inplace:
         check_writable(op, names, q, k)
     arguments = (cos, sin, positions, cu_seqlens, interleaved)
@@ -170,8 +173,8 @@ def _run(
                 k.copy_(rotated_k)
         else:
             q, k = rotated_q, rotated_k
-    if heads_first:
-        q, k = q.permute(1, 2, 0, 3), k if k is None or k.dim() < 4 else k.permute(1, 2, 0, 3)
+    if batch_first:
+        q, k = from_sbhd(q, tensor_format), k if k is None or k.dim() < 4 else from_sbhd(k, tensor_format)
     return q, q if k is None else k
 
 
@@ -217,7 +220,7 @@ def _fake(
     return _output(q, heads_first), q.new_empty(0) if k is None else _output(k, heads_first)
 
 
-def _cuda(
+def forward(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
     interleaved: bool, heads_first: bool, *, inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -231,11 +234,11 @@ def _cuda(
     return to_q, to_k
 
 
-def _cuda_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _cuda(*arguments, inverse=True)
+def backward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return forward(*arguments, inverse=True)
 
 
-def _cuda_inplace(
+def forward_inplace(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
     interleaved: bool,
 ) -> None:  # fmt: skip
@@ -246,7 +249,7 @@ def _cuda_inplace(
     )  # fmt: skip
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, k, *angles, ctx.interleaved, ctx.heads_first = inputs
     if k is None:
         ctx.mark_non_differentiable(output[1])
@@ -295,13 +298,13 @@ def _rotate_inplace(
     )
 
 
-_backward = register("rotary_embedding_backward", fake=_fake, cuda=_cuda_backward)
-_inplace = register("rotary_embedding_", cuda=_cuda_inplace)
+_backward = register("rotary_embedding_backward", fake=_fake, cuda=backward)
+_inplace = register("rotary_embedding_", cuda=forward_inplace)
 _forward = register(
     "rotary_embedding",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
+    cuda=forward,
+    setup_context=setup_context,
     backward=_autograd,
     reference=lambda q, k, cos, sin, positions, cu_seqlens, interleaved, _: tuple(
         rotary_embedding_reference(t, cos, sin, interleaved=interleaved, positions=positions, cu_seqlens=cu_seqlens)

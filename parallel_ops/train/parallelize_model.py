@@ -43,7 +43,7 @@ def parallelize(
     plan: Plan | None = None,
     *,
     algorithm: AlgorithmName | None = None,
-    layout: Layout = "zigzag",
+    cp_layout: Layout = "zigzag",
     recompute_every: int = 1,
     compile: bool = False,
     float8: Float8 = "none",
@@ -60,7 +60,7 @@ def parallelize(
             ``recompute``, ``dtype`` (of parameters in use and of activations; the optimizer's parameters and the
             reduction of gradients are fp32) and ``offload`` (parameters, gradients and optimizer state in host memory)
             apply. By default fp32 with ``zero=0``.
-        algorithm, layout: See ``ring_attention``; ``algorithm`` overrides the plan's ``cp_kind``.
+        algorithm, cp_layout: See ``ring_attention``; ``algorithm`` overrides the plan's ``cp_kind``.
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
         float8: Compute the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear`` in float8:
@@ -87,7 +87,7 @@ def parallelize(
         if plan.pp > 1:
             model.keep(cut(model.num_blocks, plan), mesh.rank("pp"))
     elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
-        model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), layout)
+        model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), cp_layout)
     names = _blocks(model, blocks)
     if float8 != "none":
         _use_float8(model, names, plan, float8, float8_bf16_blocks)
@@ -143,7 +143,7 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
         raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
 
 
-def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, layout: Layout) -> nn.Module:
+def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, cp_layout: Layout) -> nn.Module:
     """The same model with tensor and context parallelism over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(
@@ -161,7 +161,7 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     stages = cut(model.config.num_layers, plan) if plan.pp > 1 else None
     built = Transformer(
         model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
-        reduction=model.reduction, context=mesh["cp"], layout=layout, algorithm=algorithm, expert_mesh=mesh["ep"],
+        reduction=model.reduction, context=mesh["cp"], cp_layout=cp_layout, algorithm=algorithm, expert_mesh=mesh["ep"],
         stages=stages, pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
     if model.lora is not None:

@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.gpu_session import attention_choice
 
-SMALL = ((2, 1, 40, 16, {}), (2, 2, 33, 8, {"window": 9}), (2, 1, 24, 8, {"sink": True}))
+SMALL = ((2, 1, 40, 16, {}), (2, 2, 33, 8, {"window_size": (8, 0)}), (2, 1, 24, 8, {"sink": True}))
 
 
 def test_it_names_what_was_taken_and_refused(monkeypatch, capsys):

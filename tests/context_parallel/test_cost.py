@@ -20,7 +20,7 @@ def changed(**options):
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_the_formulas_of_the_docstring(layout, itemsize):
-    shape = changed(causal=False, layout=layout, itemsize=itemsize)
+    shape = changed(causal=False, cp_layout=layout, itemsize=itemsize)
     p, n, b, h, g, d, w = 8, 8192, 1, 32, 8, 128, itemsize
     ring = (p - 1) * 2 * n * b * g * d * w, (p - 1) * 2 * n * b * g * d * (w + 4)
     assert cost.sent(shape, Algorithm(1, False)) == cost.sent(shape, Algorithm(1, True)) == [ring] * p
@@ -35,10 +35,10 @@ def test_the_formulas_of_the_docstring(layout, itemsize):
 def test_a_causal_mask_saves_a_quarter_in_zigzag_and_half_in_contiguous_layout():
     whole = sum(s.forward for s in cost.sent(changed(causal=False), Algorithm(1, False)))
     for layout, share in (("zigzag", 3 / 4), ("contiguous", 1 / 2)):
-        sent = [s.forward for s in cost.sent(changed(layout=layout), Algorithm(1, False))]
+        sent = [s.forward for s in cost.sent(changed(cp_layout=layout), Algorithm(1, False))]
         assert sum(sent) == share * whole and max(sent) == whole / 8
     # Striped, nearly all of it: of each pair of ranks one does not need the last token of the other.
-    striped = [s.forward for s in cost.sent(changed(layout="striped"), Algorithm(1, False))]
+    striped = [s.forward for s in cost.sent(changed(cp_layout="striped"), Algorithm(1, False))]
     assert whole - sum(striped) == 28 * 2 * 8 * 128 * 2
 
 
@@ -55,7 +55,7 @@ def test_the_length_that_hides_the_transfer(causal, itemsize):
     if causal and itemsize == 2:  # overlap of Llama's heads on H100s: about 0.8 K tokens by NVLink, 6.7 K by network
         assert cost.hiding_tokens(shape, bandwidth=370e9, flops=600e12).forward == pytest.approx(811, abs=1)
         assert cost.hiding_tokens(shape, bandwidth=45e9, flops=600e12).forward == pytest.approx(6667, abs=1)
-    for options in ({"window": 5}, {"documents": True}, {"layout": "contiguous", "causal": True}):
+    for options in ({"window_size": (4, 0)}, {"documents": True}, {"cp_layout": "contiguous", "causal": True}):
         with pytest.raises(ValueError, match="no such length"):
             cost.hiding_tokens(changed(**options), bandwidth=1.0, flops=1.0)
 

@@ -44,26 +44,25 @@ def test_neighbours_hold_a_shard_of_the_same_layout(kind, length, size, data):
 
 
 @given(
-    kind=kinds, length=st.integers(0, 40), size=st.integers(1, 8), causal=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 45)),
+    kind=kinds, length=st.integers(0, 40), size=st.integers(1, 8),
+    left=st.one_of(st.none(), st.integers(0, 45)), right=st.one_of(st.none(), st.just(0), st.integers(0, 45)),
 )  # fmt: skip
-def test_what_is_sent_is_what_is_seen(kind, length, size, causal, window):
+def test_what_is_sent_is_what_is_seen(kind, length, size, left, right):
     """No key is missing, and under a causal mask or a window within a run none is sent that nobody sees."""
-    window = window if causal else None
     shards = [token_ranges.shard_ranges(kind, length, size, rank) for rank in range(size)]
     tokens = [[run.start + i * run.step for run in shard for i in range(run.length)] for shard in shards]
 
     def sees(q, k):
-        return (not causal or k <= q) and (window is None or q - k < window)
+        return (right is None or k - q <= right) and (left is None or q - k <= left)
 
     for source in range(size):
         for target in range(size):
-            sent = token_ranges.visible_keys(shards[source], shards[target], causal, window)
+            sent = token_ranges.visible_keys(shards[source], shards[target], left, right)
             listed = [run.start + i * run.step for run in sent for i in range(run.length)]
             needed = [k for k in tokens[source] if any(sees(q, k) for q in tokens[target])]
             assert set(needed) <= set(listed) <= set(tokens[source])
             if needed != listed:  # between what two runs of queries see may be what neither sees
-                assert len(shards[target]) > 1 and window is not None
+                assert len(shards[target]) > 1 and not left is right is None
             index = [
                 i for run in sent for i in range(len(tokens[source]))[token_ranges.local_slice(run, shards[source])]
             ]
@@ -88,8 +87,8 @@ def test_positions_start_again_with_each_document():
 def half_joined(rank: int, length: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """A rank's part of a sequence, the sequence joined again, and the gradient of the part."""
     whole = torch.arange(2.0 * length).view(2, length)
-    part = split_sequence(whole, dist.group.WORLD, layout=kind, dim=1).requires_grad_()
-    joined = join_sequence(part, dist.group.WORLD, length=length, layout=kind, dim=-1)
+    part = split_sequence(whole, dist.group.WORLD, cp_layout=kind, dim=1).requires_grad_()
+    joined = join_sequence(part, dist.group.WORLD, length=length, cp_layout=kind, dim=-1)
     (joined * whole).sum().backward()
     return part.detach(), joined.detach(), part.grad
 
@@ -114,7 +113,7 @@ def test_a_group_splits_and_joins(size):
         (lambda: SequenceLayout(-1, 2), ValueError, "length must be at least 0, got -1"),
         (lambda: SequenceLayout(4, 0), ValueError, "ranks must be at least 1, got 0"),
         (lambda: SequenceLayout(4.0, 2), TypeError, "length must be an int, got float"),
-        (lambda: SequenceLayout(4, 2, "blocks"), ValueError, "kind must be one of zigzag, striped, contiguous"),
+        (lambda: SequenceLayout(4, 2, "blocks"), ValueError, "cp_layout must be one of zigzag, striped, contiguous"),
         (lambda: SequenceLayout(4, 2).positions(2), ValueError, "rank must be from 0 to 1, got 2"),
         (
             lambda: SequenceLayout(4, 2).shard(torch.ones(5), 0),

@@ -14,6 +14,7 @@ from parallel_ops import flash_attention, ring_attention
 from parallel_ops.comm import use_transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.context_parallel import SequenceLayout, ring_attention_algorithm, ring_attention_reference
+from parallel_ops.ops.attention.options import AttentionOptions
 from support import suite
 from support.context_parallel import SEED, Case, inputs, joined, oracle
 from support.distributed import ranks
@@ -52,15 +53,15 @@ def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str 
     out = ring_attention(
         *leaves,
         group=group,
-        layout=case.layout,
+        cp_layout=case.layout,
         algorithm=algorithm,
         causal=case.causal,
-        scale=case.scale,
-        window=case.window,
+        softmax_scale=case.scale,
+        window_size=None if case.window is None else (case.window - 1, 0),
         sink=sink,
         softcap=case.softcap or None,
         dropout_p=case.dropout_p,
-        seed=SEED,
+        dropout_seed=SEED,
         cu_seqlens=case.cu_seqlens,
         length=case.length,
         **options,
@@ -89,7 +90,9 @@ def compiled(rank: int, algorithm: str) -> list[list[Tensor]]:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = None if algorithm == "ring" else dist.get_world_size() * q.shape[0]
-        return F.gelu(ring_attention(q * 1, k, v, group=dist.group.WORLD, algorithm=algorithm, window=5, length=length))
+        return F.gelu(
+            ring_attention(q * 1, k, v, group=dist.group.WORLD, algorithm=algorithm, window_size=(4, 0), length=length)
+        )
 
     results, function = [], torch.compile(run, fullgraph=True, backend="aot_eager")
     for s in (4, 6, 7):
@@ -153,7 +156,9 @@ def by_reference(rank: int) -> list[list[Tensor]]:
     s = SequenceLayout(length, dist.get_world_size()).lengths[rank]
     for op in (ring_attention, ring_attention_reference):
         leaves = inputs(rank, s, dtype=torch.float64)
-        results.append(_gradients(op(*leaves, group=dist.group.WORLD, length=length, window=4, softcap=3.0), leaves))
+        results.append(
+            _gradients(op(*leaves, group=dist.group.WORLD, length=length, window_size=(3, 0), softcap=3.0), leaves)
+        )
     leaves = inputs(rank, s, dtype=torch.float64)
     out = ring_attention_reference(*leaves, group=dist.group.WORLD, length=length)
     (first,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
@@ -180,8 +185,9 @@ def opcheck(rank: int, algorithm: str) -> None:
     q, k, v = inputs(rank, 4)
     name, size = dist.group.WORLD.group_name, dist.get_world_size()
     ways = {"ring": (1, False), "all_to_all": (2, False), "all_gather": (1, True)}
-    arguments = (name, 4 * size, 8, "zigzag", *ways[algorithm], True, 0.3, None, 0.0, 0.0, 0, "auto", True)
-    suite.check_op(torch.ops.parallel_ops.ring_attention.default, [q, k, v, None, None, None, *arguments])
+    options = AttentionOptions(softmax_scale=0.3, right=0)
+    arguments = (*options, name, 4 * size, "zigzag", *ways[algorithm], 8, True)
+    suite.check_op(torch.ops.parallel_ops.ring_attention.default, [q, k, v, *arguments])
 
 
 @groups
@@ -254,14 +260,14 @@ def test_the_reference_means_the_same():
 class TestOneRank:
     def test_is_flash_attention(self):
         q, k, v = inputs(0)
-        options = {"window": 3, "sink": torch.ones(4), "dropout_p": 0.2, "seed": 5}
-        got = ring_attention(q, k, v, group=None, layout="striped", algorithm="hybrid", length=4, **options)
+        options = {"window_size": (2, 0), "sink": torch.ones(4), "dropout_p": 0.2, "dropout_seed": 5}
+        got = ring_attention(q, k, v, group=None, cp_layout="striped", algorithm="hybrid", length=4, **options)
         assert torch.equal(got, flash_attention(q, k, v, **options))
 
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"layout": "blocks"}, ValueError, "layout must be one of"),
+            ({"cp_layout": "blocks"}, ValueError, "cp_layout must be one of"),
             ({"algorithm": "usp"}, ValueError, "algorithm must be one of"),
             ({"length": 5}, ValueError, "rank 0 of 1 has 5 of length=5 tokens in zigzag layout, but q has 4"),
             ({"length": 4.0}, TypeError, "length must be an int or None, got float"),

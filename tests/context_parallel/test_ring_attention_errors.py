@@ -20,15 +20,15 @@ def mismatched(rank: int, what: str) -> None:
     last = rank == world - 1
     s, heads = {"tokens": (6 + rank, 4), "heads": (6, 4 + 2 * rank)}.get(what, (6, 4))
     options: dict[str, Any] = {
-        "layout": {"layout": "striped" if rank else "zigzag"},
+        "layout": {"cp_layout": "striped" if rank else "zigzag"},
         "algorithm": {"algorithm": "all_gather" if rank else "ring"},
-        "window": {"window": 4 + rank},
-        "seed": {"dropout_p": 0.5, "seed": rank},
+        "window": {"window_size": (3 + rank, 0)},
+        "seed": {"dropout_p": 0.5, "dropout_seed": rank},
         "documents": {"cu_seqlens": torch.tensor([0, 3 + rank, 6 * world])},
         "documents too short": {"cu_seqlens": torch.tensor([0, 3, 6])},
         "documents that fall": {"cu_seqlens": torch.tensor([0, 5, 3, 6 * world])},
         "length": {"length": 6 * world - 1},
-        "one bad argument": {"window": 0 if last else 4},
+        "one bad argument": {"window_size": (-2 if last else 3, 0)},
     }.get(what, {})
     torch.set_grad_enabled(what != "gradients" or bool(rank))
     try:
@@ -64,13 +64,13 @@ def killed(rank: int, victim: int) -> None:
         ("heads", "make different calls"),
         ("layout", "in striped"),
         ("algorithm", "all_gather in zigzag"),
-        ("window", "window=5"),
+        ("window", "window_size=(4, 0)"),
         ("seed", "seed=1"),
         ("documents", "documents=(0, 4, "),
         ("documents too short", "cu_seqlens must rise from 0 to"),
         ("documents that fall", "cu_seqlens must rise from 0 to"),
         ("length", "rejected its arguments"),
-        ("one bad argument", "rejected its arguments: ring_attention: window must be at least 1"),
+        ("one bad argument", "rejected its arguments: ring_attention: window_size must be at least 0"),
         ("gradients", "requires_grad=False"),
     ],
 )
@@ -84,7 +84,7 @@ def test_disagreement_raises_on_every_rank(size, what, message):
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        ({"layout": "blocks"}, {}, "layout must be one of zigzag, striped, contiguous, got 'blocks'"),
+        ({"cp_layout": "blocks"}, {}, "cp_layout must be one of zigzag, striped, contiguous, got 'blocks'"),
         ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, all_gather, got 'usp'"),
         (
             {"algorithm": "all_to_all"},
@@ -98,8 +98,7 @@ def test_disagreement_raises_on_every_rank(size, what, message):
             "ulysses_degree must divide the 2 ranks .* and the 2 kv heads, got 3",
         ),
         ({"algorithm": "ring", "ulysses_degree": 2}, {}, "ulysses_degree is for algorithm=.hybrid., got 2 with 'ring'"),
-        ({"window": 4, "causal": False}, {}, "window needs causal=True"),
-        ({"window": 0}, {}, "window must be at least 1"),
+        ({"window_size": (-2, 0)}, {}, "window_size must be at least 0, or -1"),
         ({"length": 9}, {}, "rank . of 2 has . of length=9 tokens in zigzag layout"),
         ({"dropout_p": 1.5}, {}, "dropout_p must be from 0 to 1"),
         ({"softcap": -1.0}, {}, "softcap must be finite and above 0"),

@@ -42,6 +42,11 @@ def cases(draw):
     if draw(st.booleans()):
         cuts = sorted(draw(st.lists(st.integers(0, length), max_size=6)))
         documents = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
+    ranges = None
+    if documents is None and draw(st.booleans()):
+        bounds = st.lists(st.integers(0, length), min_size=length, max_size=length)
+        first, end = sorted(draw(bounds)), sorted(draw(bounds))
+        ranges = tuple(first), tuple(n - 1 for n in end)
     causal = draw(st.booleans())
     case = Case(
         length,
@@ -55,6 +60,7 @@ def cases(draw):
         softcap=draw(st.sampled_from([0.0, 2.0])),
         dropout_p=draw(st.sampled_from([0.0, 0.3])),
         documents=documents,
+        ranges=ranges,
         layout=draw(st.sampled_from(KINDS)),
         ulysses_degree=ulysses_degree,
         all_gather=ulysses_degree == 1 and draw(st.booleans()),
@@ -207,7 +213,8 @@ def test_a_step_of_the_ring_is_one_message(layout, causal, window):
 def shape_of(case, size, itemsize):
     return cost.AttentionShape(
         length=case.length, ranks=size, batch=case.batch, heads=case.heads, kv_heads=case.kv_heads,
-        head_dim=case.head_dim, itemsize=itemsize, layout=case.layout, causal=case.causal, window=case.window,
+        head_dim=case.head_dim, itemsize=itemsize, cp_layout=case.layout, causal=case.causal,
+        window_size=(-1 if case.window is None else case.window - 1, -1),
     )  # fmt: skip
 
 
@@ -239,7 +246,7 @@ def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
     for rank, own in enumerate(shards):
         calls.clear()
         q, kv = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 8)
-        carry = _blocks.SoftmaxAccumulator(q, 4, own, None, case.options())
+        carry = _blocks.SoftmaxAccumulator(q, 4, own, case.options())
         for shard in shards:
             parts = token_ranges.visible_keys(shard, own, True, None)
             carry.add(kv[: token_ranges.count_tokens(parts)], parts)

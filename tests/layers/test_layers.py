@@ -180,7 +180,7 @@ def test_attention_without_causality_sees_the_mask():
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     torch.testing.assert_close(attention(x, mask=future), causal(x))
     assert not torch.allclose(attention(x), causal(x))
-    narrow = layers.ParallelSelfAttention(8, 2, mesh=None, window=2).double()
+    narrow = layers.ParallelSelfAttention(8, 2, mesh=None, window_size=(1, 0)).double()
     narrow.load_state_dict(attention.state_dict())
     torch.testing.assert_close(attention(x, mask=future | torch.ones(5, 5, dtype=torch.bool).tril(-2)), narrow(x))
     with pytest.raises(TypeError, match="mask must be None for this core"):
@@ -189,20 +189,21 @@ def test_attention_without_causality_sees_the_mask():
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 def test_cores_agree_and_never_make_all_scores(window):
+    window_size = None if window is None else (window - 1, 0)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(700, 2, heads, 8, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
     )
     results = []
     for core in (core_attention.sdpa, core_attention.unfused):
-        y = core(q, k, v, window=window)
+        y = core(q, k, v, window_size=window_size)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
     torch.testing.assert_close(*results)
     with LargestOutput() as largest, torch.no_grad():
-        core_attention.sdpa(q, k, v, window=window)
+        core_attention.sdpa(q, k, v, window_size=window_size)
     assert largest.elements < 700 * 700
-    with pytest.raises(ValueError, match="window needs causal"):
-        core_attention.sdpa(q, k, v, window=2, causal=False)
+    with pytest.raises(ValueError, match="window_size needs causal"):
+        core_attention.sdpa(q, k, v, window_size=(1, 0), causal=False)
 
 
 class LargestOutput(TorchDispatchMode):
@@ -250,8 +251,8 @@ def test_layers_can_be_copied_and_moved():
             r"num_heads \(4\) must be a multiple of num_kv",
         ),
         (
-            lambda: layers.ParallelSelfAttention(8, 4, causal=False, window=2, mesh=None),
-            "must be positive and needs causal",
+            lambda: layers.ParallelSelfAttention(8, 4, causal=False, window_size=(1, 0), mesh=None),
+            "window_size must be .left, 0. .* and needs causal",
         ),
         (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, mesh=None), "dropout must be from 0 to 1"),
         (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", mesh=None), "kind must be 'layer_norm' or"),

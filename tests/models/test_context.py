@@ -29,7 +29,7 @@ CONFIG = TransformerConfig(
 
 def model_of(context, layout="zigzag", **options):
     torch.manual_seed(0)
-    return Transformer(dataclasses.replace(CONFIG, **options), context=context, layout=layout)
+    return Transformer(dataclasses.replace(CONFIG, **options), context=context, cp_layout=layout)
 
 
 def text(length: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def compare_dropout(rank: int, layout: str, length: int, sizes: dict[str, int], 
     alone = model_of(None, **options)
     torch.manual_seed(0)
     config, shards = alone.config, {"mesh": mesh["tp"], "sequence_parallel": True}
-    shared = Transformer(config, context=mesh["cp"], layout=layout, **(shards if mesh["tp"] is not None else {}))
+    shared = Transformer(config, context=mesh["cp"], cp_layout=layout, **(shards if mesh["tp"] is not None else {}))
     tokens, targets = text(length)
     losses = []
     for model in (alone, shared):
@@ -200,7 +200,7 @@ def test_a_length_that_tensor_parallel_ranks_cannot_split():
 
 def test_wrong_options():
     with pytest.raises(ValueError, match="kind must be one of zigzag"):
-        Transformer(CONFIG, layout="spiral")
+        Transformer(CONFIG, cp_layout="spiral")
     with pytest.raises(TypeError, match="cu_seqlens must be None for this core"):
         Transformer(CONFIG, core_attention=unfused)(
             torch.zeros(4, 1, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops import rotary_embedding, rotary_embedding_qk
+from parallel_ops._internal.tensor_format import from_sbhd, to_sbhd
 from parallel_ops.ops import rotary_embedding_reference
 from support import suite
 from support.rotary import angles
@@ -106,25 +107,25 @@ def test_reads_views_of_a_fused_qkv(device):
 
 
 @interleavings
-@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
-def test_q_and_k_in_one_call(device, layout, interleaved):
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bhsd", "bshd"])
+def test_q_and_k_in_one_call(device, tensor_format, interleaved):
     """Also in place; k has fewer heads, and the gradient of either may be missing."""
     q, k = (randn(5, 3, h, 20, dtype=torch.float32, device=device, seed=h) for h in (4, 2))
     cos_sin = angles(5, 8, device=device)
     rotate = functools.partial(rotary_embedding, interleaved=interleaved)
     expected = [suite.forward_backward(rotate, [x, *cos_sin]) for x in (q, k)]
     leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
-    given = [x.permute(1, 2, 0, 3).contiguous() if layout == "bhsd" else x for x in leaves]
+    given = [from_sbhd(x, tensor_format).contiguous() for x in leaves]
     both = functools.partial(
-        rotary_embedding_qk, cos=cos_sin[0], sin=cos_sin[1], interleaved=interleaved, layout=layout
+        rotary_embedding_qk, cos=cos_sin[0], sin=cos_sin[1], interleaved=interleaved, tensor_format=tensor_format
     )
     views = [x * 1 for x in given]
     for y in (both(*given), both(*views, inplace=True)):
-        back = [t.permute(2, 0, 1, 3) if layout == "bhsd" else t for t in y]
+        back = [to_sbhd(t, tensor_format) for t in y]
         grads = torch.autograd.grad(back, leaves, [torch.ones_like(t) for t in back])
         for got, gradient, (true, true_gradient) in zip(back, grads, expected, strict=True):
             assert torch.equal(got, true) and torch.equal(gradient, true_gradient)
-    assert all(y.is_contiguous() for y in both(*given))
+    assert all(y.is_contiguous() for y in both(*given)) or tensor_format == "bshd"
     assert [a.data_ptr() for a in y] == [v.data_ptr() for v in views], "in place made a copy"
     (of_k,) = torch.autograd.grad(both(*given)[1].sum(), leaves[1])
     torch.testing.assert_close(of_k, expected[1][1], rtol=0, atol=0)
@@ -142,7 +143,7 @@ def test_tables_of_others(device, interleaved):
     by_token = [t[positions] for t in (cos, sin)]
     assert torch.equal(rotary_embedding(x, *by_token, interleaved=interleaved), expected)
     first = [t.transpose(0, 1).contiguous() for t in by_token]
-    heads_first = rotary_embedding(x.permute(1, 2, 0, 3), *first, interleaved=interleaved, layout="bhsd")
+    heads_first = rotary_embedding(x.permute(1, 2, 0, 3), *first, interleaved=interleaved, tensor_format="bhsd")
     assert torch.equal(heads_first.permute(2, 0, 1, 3), expected)
 
 
@@ -239,7 +240,9 @@ def test_bad_arguments_are_named(device):
     call = functools.partial(rotary_embedding, x, cos, sin)
     with pytest.raises(TypeError, match=r"rotary_embedding: x must be a tensor, got list"):
         rotary_embedding([1.0], cos, sin)
-    with pytest.raises(ValueError, match=r"x must be \[s, b, h, d\] or \[t, h, d\], got \[2, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"x must be \[s, b, h, d\] \(tensor_format='sbhd'\) or packed \[t, h, d\], got \[2, 8\]"
+    ):
         rotary_embedding(x[0, 0], cos, sin)
     with pytest.raises(TypeError, match=r"cos must be float32 or the dtype of x, torch.float32, got torch.float16"):
         rotary_embedding(x, cos.half(), sin.half())
@@ -251,8 +254,12 @@ def test_bad_arguments_are_named(device):
         rotary_embedding(x, cos, sin.to("meta"))
     with pytest.raises(ValueError, match=r"cos requires a gradient"):
         rotary_embedding(x, cos.clone().requires_grad_(), sin)
-    with pytest.raises(ValueError, match=r"layout must be 'sbhd' or 'bhsd', got 'bshd'"):
-        call(layout="bshd")
+    with pytest.raises(ValueError, match=r"tensor_format must be one of sbhd, bshd, bhsd, got 'hbsd'"):
+        call(tensor_format="hbsd")
+    with pytest.raises(ValueError, match=r"x must be \[b, s, h, d\] \(tensor_format='bshd'\), got \[2, 2, 8\]"):
+        rotary_embedding(x[0], cos, sin, tensor_format="bshd")
+    with pytest.raises(ValueError, match=r"x has 7 positions in \[s, b, h, d\].*the shape fits tensor_format='bshd'"):
+        rotary_embedding(torch.randn(7, 3, 2, 8, device=device), cos, sin)
     with pytest.raises(ValueError, match=r"rotary_embedding_qk: k must be like q but for its heads"):
         rotary_embedding_qk(x, x[:2], cos, sin)
     with pytest.raises(TypeError, match=r"rotary_embedding_qk: k is torch.bfloat16, but q is torch.float32"):

@@ -33,7 +33,7 @@ linear_loss = functools.partial(vocab_parallel_linear_cross_entropy, target=TARG
 MORE = CALLS | {
     "scaled_causal_softmax": (scaled_causal_softmax, (X,)),
     "attention with sinks": (
-        lambda q, k, sink: flash_attention(q, k, k, sink=sink, dropout_p=0.5, seed=1),
+        lambda q, k, sink: flash_attention(q, k, k, sink=sink, dropout_p=0.5, dropout_seed=1),
         (randn(6, 1, 2, 8, dtype=torch.float32), randn(6, 1, 1, 8, dtype=torch.float32), X[0, :2] * 2),
     ),
     "cross_entropy": (lambda x: cross_entropy(x, TARGET, label_smoothing=0.1, reduction="none"), (X,)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.philox import kept_scale
-from parallel_ops.ops.attention.block import MaskBounds, dense_mask
+from parallel_ops.ops.attention.ranges import MaskBounds, dense_mask
 
 
 def attention(

@@ -42,7 +42,10 @@ CALLS = {
     "gelu_mul": (gelu_mul, (X, X * 2)),
     "rotary_embedding_qk": (lambda q, k: rotary_embedding_qk(q, k, *angles(6, 4)), (HEADS, HEADS * 2)),
     "scaled_masked_softmax": (scaled_masked_softmax, (X, BIAS)),
-    "flash_attention": (lambda q, k: flash_attention(q, k, k * 2, window=3), (HEADS[:, None], HEADS[:, None] * 2)),
+    "flash_attention": (
+        lambda q, k: flash_attention(q, k, k * 2, window_size=(2, 0)),
+        (HEADS[:, None], HEADS[:, None] * 2),
+    ),
     "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, (X, TARGET)),
 }
 ORDER = sort_by_expert(torch.tensor([[0, 2], [1, 2], [-1, 0]]), 3, capacity=2)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.layouts import SequenceLayout
-from parallel_ops.context_parallel.schedule.blocks import Options
-from parallel_ops.context_parallel.schedule.transport import Attention
-from parallel_ops.context_parallel.schedule.ulysses import tensors_of
+from parallel_ops.context_parallel.schedule.ulysses import (
+    Placement,
+    attention_backward,
+    attention_forward,
+    tensors_of,
+)
 from parallel_ops.ops.attention.block import Dropout, dropout_keep_mask
+from parallel_ops.ops.attention.options import AttentionOptions
 
 SEED = 1234567
 
@@ -35,6 +38,7 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     documents: tuple[int, ...] | None = None  # their lengths
+    ranges: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # first and last key of each query
     layout: str = "zigzag"
     ulysses_degree: int = 1
     all_gather: bool = False
@@ -59,12 +63,19 @@ class Case:
         sink = torch.randn(self.heads, generator=generator).to(dtype) if self.sink else None
         return [q, k, v, sink, torch.randn(*q.shape[:3], d_v, generator=generator).to(dtype)]
 
-    def options(self) -> Options:
-        seed = torch.tensor([SEED]) if self.dropout_p else None
-        return Options(
-            self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, self.cu_seqlens,
+    def options(self, sink: Tensor | None = None) -> AttentionOptions:
+        return AttentionOptions(
+            sink=sink,
+            cu_seqlens=self.cu_seqlens,
+            key_ranges=None if self.ranges is None else torch.tensor(self.ranges, dtype=torch.int32),
+            dropout_seed=torch.tensor([SEED]) if self.dropout_p else None,
+            softmax_scale=self.scale,
+            left=None if self.window is None else self.window - 1,
+            right=0 if self.causal else None,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
             backend=self.backend,
-        )  # fmt: skip
+        )
 
 
 def full_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
@@ -83,10 +94,13 @@ def full_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | N
     if case.documents is not None:
         of = torch.repeat_interleave(torch.arange(len(case.documents)), torch.tensor(case.documents))
         sees &= of[:, None] == of
+    if case.ranges is not None:
+        first, last = torch.tensor(case.ranges)
+        sees &= (j >= first[:, None]) & (j <= last[:, None])
     scores = scores.masked_fill(~sees, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    p = scores.softmax(-1)
+    p = scores.softmax(-1).nan_to_num()  # of rows that see nothing
     p = p[..., : case.length]
     if case.dropout_p:
         places = TokenRange(0, case.length)
@@ -111,14 +125,13 @@ def shared(
     layout = SequenceLayout(case.length, transport.size, case.layout)
     q, k, v, sink, grad = tensors
     q, k, v, grad = (layout.shard(t, transport.rank) for t in (q, k, v, grad))
-    attention = Attention(
-        "test", transport, case.length, case.layout, Algorithm(case.ulysses_degree, case.all_gather), case.options()
-    )
-    out, statistics, held = attention.forward(q, k, v, sink)
+    placement = Placement("test", case.length, case.layout, case.ulysses_degree, case.all_gather)
+    rest = placement, transport, case.options(sink)
+    out, statistics, held = attention_forward(*rest, q, k, v)
     if case.ulysses_degree > 1:
         q, k, v = tensors_of(held, *((t.shape[2] // case.ulysses_degree, t.shape[3]) for t in (q, k, v)))
     between()
-    *gradients, dsink = attention.backward(grad, q, k, v, sink, out, statistics)
+    *gradients, dsink = attention_backward(*rest, grad, q, k, v, out, statistics)
     return [out, *gradients, *([] if dsink is None else [dsink])]
 
 

@@ -64,7 +64,7 @@ _BUILDERS = {
     # fewer keys than ranks, heads of another size, normed, biases of their own
     "shared": functools.partial(
         layers.ParallelSelfAttention, HIDDEN, HEADS, num_kv_heads=1, head_dim=6, qk_norm=True, bias=False,
-        qkv_bias=True, window=3,
+        qkv_bias=True, window_size=(2, 0),
     ),
     "layer": functools.partial(layers.ParallelTransformerLayer, HIDDEN, HEADS, ffn_hidden_size=24),
     "llama": functools.partial(

@@ -92,8 +92,8 @@ def results(rank: int) -> dict[str, list[Tensor]]:
     for name, options in {
         "ring": {"causal": False, "algorithm": "ring"},
         "causal ring": {"algorithm": "ring"},
-        "window": {"window": 3, "algorithm": "ring"},
-        "contiguous": {"layout": "contiguous", "window": 12, "algorithm": "ring"},
+        "window": {"window_size": (2, 0), "algorithm": "ring"},
+        "contiguous": {"cp_layout": "contiguous", "window_size": (11, 0), "algorithm": "ring"},
         "gathered keys": {"algorithm": "all_gather"},
         "ulysses": {"ulysses_degree": min(2, size), "algorithm": "hybrid" if size > 2 else "all_to_all"},
     }.items():

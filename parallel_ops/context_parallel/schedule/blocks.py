@@ -1,53 +1,17 @@
 """Attention of one rank's queries over the keys that it has received, as calls of the block op."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.context_parallel.token_ranges import count_tokens, visible_keys
-from parallel_ops.ops.attention.block import (
-    Dropout,
-    MaskBounds,
-    attention_bounds,
-    begin_carry,
-    block_attention,
-    block_attention_backward,
-    document_bounds,
-)
-from parallel_ops.ops.attention.documents import once
-
-
-@dataclass(frozen=True)
-class Options:
-    """The attention options of one rank.
-
-    Args:
-        softcap, dropout_p: 0 for none. seed: one int64 element, or ``None`` without dropout.
-        first_head: the first of this rank's query heads.
-        backend: whose kernels compute the blocks that they can: see ``ops.attention.backends``.
-    """
-
-    causal: bool
-    window: int | None
-    scale: float
-    softcap: float
-    dropout_p: float
-    seed: Tensor | None
-    cu_seqlens: Tensor | None
-    first_head: int = 0
-    backend: str = "auto"
-
-    def with_first_head(self, head: int) -> "Options":
-        return replace(self, first_head=head)
-
-    def dropout(self, queries: TokenRange, keys: TokenRange) -> Dropout | None:
-        if self.seed is None:
-            return None
-        return Dropout(self.dropout_p, self.seed, queries, keys, self.first_head)
+from parallel_ops.ops.attention.block import Dropout, begin_carry, block_attention, block_attention_backward
+from parallel_ops.ops.attention.options import AttentionOptions
+from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, in_order, range_bounds
 
 
 @dataclass(frozen=True)
@@ -62,36 +26,35 @@ class _Block:
 
 
 def _blocks(
-    queries: Sequence[TokenRange], keys: Sequence[TokenRange], options: Options, from_keys: bool = False
+    queries: Sequence[TokenRange], keys: Sequence[TokenRange], options: AttentionOptions, from_keys: bool = False
 ) -> list[_Block]:
-    """The fewest calls that cover the keys visible to the queries. ``from_keys``: see ``attention_bounds``."""
-    o = options
+    """The fewest calls that cover the keys visible to the queries. ``from_keys``: see ``range_bounds``."""
+    left, right, ranges, seed = options.left, options.right, options.key_ranges, options.dropout_seed
     if not queries or not keys:
         return []
     row_edges, column_edges = ([0, *accumulate(part.length for part in side)] for side in (queries, keys))
-    plain = o.seed is None and o.cu_seqlens is None
-    if plain and o.causal and o.window is None and tuple(queries) == tuple(keys):
+    plain = seed is None and ranges is None
+    if plain and right == 0 and left is None and tuple(queries) == tuple(keys):
         # Queries and keys have the order of the sequence, so the mask is causal in indices too.
         n = row_edges[-1]
         return [_Block(slice(0, n), slice(0, n), MaskBounds(right=0), None, range(len(queries)))]
-    if o.cu_seqlens is not None and o.seed is None and all(a.last < b.start for a, b in pairwise(keys)):
-        # Spans can describe any mask of documents between shards in the order of the sequence.
-        see = [i for i, q in enumerate(queries) if visible_keys(tuple(keys), (q,), o.causal, o.window)]
+    if ranges is not None and seed is None and in_order(keys):
+        # Spans can describe any mask between shards in the order of the sequence.
+        see = [i for i, q in enumerate(queries) if visible_keys(tuple(keys), (q,), left, right)]
         if not see:
             return []
-        ranges = range(see[0], see[-1] + 1)
-        rows = slice(row_edges[ranges.start], row_edges[ranges.stop])
-        columns = slice(0, column_edges[-1])
-        mask = _within_documents(queries[ranges.start : ranges.stop], keys, o, from_keys)
-        return [_Block(rows, columns, mask, None, ranges)]
+        seeing = range(see[0], see[-1] + 1)
+        rows, columns = slice(row_edges[seeing.start], row_edges[seeing.stop]), slice(0, column_edges[-1])
+        own = queries[seeing.start : seeing.stop]
+        return [_Block(rows, columns, range_bounds(own, keys, left, right, ranges, from_keys=from_keys), None, seeing)]
     blocks = []
     for i, q in enumerate(queries):
         for j, k in enumerate(keys):
-            bounds = attention_bounds(q, k, causal=o.causal, window=o.window)
-            if bounds is not None:
-                mask = bounds if o.cu_seqlens is None else _within_documents((q,), (k,), o, from_keys)
+            mask = attention_bounds(q, k, left=left, right=right, ranges=ranges, from_keys=from_keys)
+            if mask is not None:
                 rows, columns = (slice(edges[n], edges[n + 1]) for edges, n in ((row_edges, i), (column_edges, j)))
-                blocks.append(_Block(rows, columns, mask, o.dropout(q, k), range(i, i + 1)))
+                dropout = None if seed is None else Dropout(options.dropout_p, seed, q, k, options.first_head)
+                blocks.append(_Block(rows, columns, mask, dropout, range(i, i + 1)))
     if len(blocks) > 1 and plain and all(block.mask == MaskBounds() for block in blocks):
         first, last = blocks[0], blocks[-1]
         rows, columns = slice(first.rows.start, last.rows.stop), slice(first.columns.start, last.columns.stop)
@@ -99,34 +62,6 @@ def _blocks(
         if covered == (rows.stop - rows.start) * (columns.stop - columns.start):
             return [_Block(rows, columns, MaskBounds(), None, range(first.ranges.start, last.ranges.stop))]
     return blocks
-
-
-def _within_documents(
-    queries: Sequence[TokenRange], keys: Sequence[TokenRange], options: Options, from_keys: bool
-) -> MaskBounds:
-    """The mask of documents between queries and keys that are both in the order of the sequence."""
-    cu_seqlens = options.cu_seqlens
-    assert cu_seqlens is not None
-
-    def positions(side: Sequence[TokenRange]) -> Tensor:
-        return torch.cat(
-            [part.start + part.step * torch.arange(part.length, device=cu_seqlens.device) for part in side]
-        )
-
-    def spans(
-        of: Sequence[TokenRange], among: Sequence[TokenRange], before: int | None, after: int | None
-    ) -> Tensor:  # fmt: skip
-        def make() -> Tensor:
-            bounds = document_bounds(positions(of), cu_seqlens, before, after)
-            return torch.searchsorted(positions(among), bounds, out_int32=True)
-
-        return once(cu_seqlens, (tuple(of), tuple(among), before, after), make)
-
-    before, after = options.window, 1 if options.causal else None
-    return MaskBounds(
-        spans=spans(queries, keys, before, after),
-        query_spans=spans(keys, queries, after, before) if from_keys else None,
-    )
 
 
 def pack_keys(k: Tensor, v: Tensor) -> Tensor:
@@ -144,20 +79,18 @@ class SoftmaxAccumulator:
 
     Args:
         d_v: the width of values.
-        sink: ``[h]``, a logit that is part of every query's initial value.
+        options: with these heads' sinks, which are part of every query's initial value.
     """
 
-    def __init__(
-        self, q: Tensor, d_v: int, ranges: Sequence[TokenRange], sink: Tensor | None, options: Options
-    ) -> None:
+    def __init__(self, q: Tensor, d_v: int, ranges: Sequence[TokenRange], options: AttentionOptions) -> None:
         s, b, h, _ = q.shape
         self._q, self._ranges, self._options = q, ranges, options
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.out = q.new_empty((s, b, h, d_v), dtype=dtype)
         self.statistics = q.new_empty((2, b, h, s), dtype=dtype)
-        self._begun = [sink is not None] * len(ranges)
-        if sink is not None:
-            begin_carry(self.out, self.statistics, sink)
+        self._begun = [options.sink is not None] * len(ranges)
+        if options.sink is not None:
+            begin_carry(self.out, self.statistics, options.sink)
 
     def add(self, kv: Tensor, keys: Sequence[TokenRange]) -> None:
         """Merges the attention over those of these keys, of ``pack_keys``, that are visible."""
@@ -169,13 +102,11 @@ class SoftmaxAccumulator:
                 k[columns],
                 v[columns],
                 block.mask,
-                scale=o.scale,
-                softcap=o.softcap,
+                o,
                 dropout=block.dropout,
                 out=self.out[rows],
                 statistics=self.statistics[..., rows],
                 merge=self._begun[block.ranges.start],
-                backend=o.backend,
             )
             for i in block.ranges:
                 self._begun[i] = True
@@ -198,7 +129,7 @@ class Gradients:
     """
 
     def __init__(
-        self, grad: Tensor, q: Tensor, rows: Tensor, ranges: Sequence[TokenRange], options: Options,
+        self, grad: Tensor, q: Tensor, rows: Tensor, ranges: Sequence[TokenRange], options: AttentionOptions,
         out: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._grad, self._q, self._rows, self._ranges, self._options = grad, q, rows, ranges, options
@@ -226,15 +157,13 @@ class Gradients:
                 v[columns],
                 self._rows[..., rows],
                 block.mask,
-                scale=o.scale,
-                softcap=o.softcap,
+                o,
                 dropout=block.dropout,
                 dq=self.dq[rows],
                 dk=dk,
                 dv=dv,
                 accumulate_dq=self._begun[block.ranges.start],
                 out=None if self._out is None else self._out[rows],
-                backend=o.backend,
             )
             if not alone:
                 shares[columns] += share

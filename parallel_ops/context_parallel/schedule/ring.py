@@ -27,8 +27,10 @@ from torch import Tensor
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
-from parallel_ops.context_parallel.schedule.blocks import Gradients, Options, SoftmaxAccumulator, pack_keys
+from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys
 from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged, visible_keys
+from parallel_ops.ops.attention.cache import once
+from parallel_ops.ops.attention.options import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Ring:
     ranks: Sequence[int]
     at: int
     shards: Sequence[tuple[TokenRange, ...]]
-    options: Options
+    options: AttentionOptions
 
     @property
     def own(self) -> tuple[TokenRange, ...]:
@@ -55,19 +57,27 @@ class Ring:
 
     def parts(self, source: int, target: int) -> tuple[TokenRange, ...]:
         """The keys of ``source`` that are visible to queries of ``target``."""
-        return visible_keys(self.shards[source], self.shards[target], self.options.causal, self.options.window)
+        queries, ranges = self.shards[target], self.options.key_ranges
+        limits = None if ranges is None or not ranges.is_cpu else _limits(ranges, queries)
+        return visible_keys(self.shards[source], queries, self.options.left, self.options.right, limits)
 
 
-def ring_forward(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, all_gather: bool
-) -> SoftmaxAccumulator:
+def _limits(ranges: Tensor, queries: tuple[TokenRange, ...]) -> tuple[tuple[int, int], ...]:
+    """First and last key that any query of each of these shards' token ranges sees."""
+
+    def read() -> tuple[tuple[int, int], ...]:
+        return tuple((int(ranges[0, part.start]), int(ranges[1, part.last])) for part in queries)
+
+    return once(ranges, ("limits", queries), read)
+
+
+def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *, all_gather: bool) -> SoftmaxAccumulator:
     """The attention of this rank's queries.
 
     Args:
         q: ``[s, b, h, d]``; k: ``[s, b, kv_heads, d]``; v: ``[s, b, kv_heads, d_v]``; of this rank's tokens.
-        sink: ``[h]``.
     """
-    result = SoftmaxAccumulator(q, v.shape[3], ring.own, sink, ring.options)
+    result = SoftmaxAccumulator(q, v.shape[3], ring.own, ring.options)
     if all_gather:
         parts, keys = _gather(ring, pack_keys(k, v))
         result.add(keys, parts)
@@ -89,7 +99,7 @@ def ring_backward(
     """dq, and dk and dv packed as ``[s, b, kv_heads, d + d_v]``, of this rank's tokens, in the dtype of ``rows``.
 
     Args:
-        rows: what ``attention_gradient_rows`` returns for the final output. out: that output, if it is on this rank.
+        rows: result of ``attention_gradient_rows`` for the final output. out: that output, if it is on this rank.
     """
     gradients = Gradients(grad, q, rows, ring.own, ring.options, out)
     if all_gather:

@@ -1,11 +1,13 @@
-"""All-to-all between ranks that share the heads: from this rank's tokens in all heads to all tokens in its heads.
+"""Attention over a transport: all-to-all among the ranks that share heads, ring or all-gather across them.
 
-Each rank sends every other rank one message for each of its token ranges, which is received at its place in the
-sequence. Source: Jacobs et al., arXiv:2309.14509 (DeepSpeed-Ulysses).
+The all-to-all goes from this rank's tokens in all heads to all tokens in its heads. Each rank sends every other rank
+one message for each of its token ranges, which is received at its place in the sequence. Source: Jacobs et al.,
+arXiv:2309.14509 (DeepSpeed-Ulysses).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +15,23 @@ from torch import Tensor
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange
-from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice
+from parallel_ops.context_parallel.algorithm import NAME
+from parallel_ops.context_parallel.schedule.blocks import unpack_keys
+from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
+from parallel_ops.context_parallel.token_ranges import (
+    count_tokens,
+    local_slice,
+    ring_ranks,
+    shard_ranges,
+    ulysses_ranks,
+)
+from parallel_ops.ops.attention.block import attention_gradient_rows, attention_sink_gradient
+from parallel_ops.ops.attention.flash_attention import with_unit_last_stride
+from parallel_ops.ops.attention.options import AttentionOptions
 
 
 @dataclass(frozen=True)
-class Heads:
+class UlyssesGroup:
     """The ranks that share the heads.
 
     Args:
@@ -26,7 +40,6 @@ class Heads:
         own: the tokens of each rank. union: the tokens of all of them.
     """
 
-    op: str
     transport: Transport
     ranks: Sequence[int]
     at: int
@@ -58,7 +71,7 @@ class Heads:
                 receives.append(Receive(target, rank))
             if j != self.at:
                 sends += [Send(parts[j][own], rank) for own, _ in self.slices(self.at)]
-        Exchange(self.op, self.transport, sends, receives).wait()
+        Exchange(NAME, self.transport, sends, receives).wait()
         for target, received in copies:
             target.copy_(received)
         return out
@@ -79,7 +92,7 @@ class Heads:
                 continue
             sends += [Send(x[union].contiguous(), rank) for _, union in self.slices(j)]
             receives += [Receive(parts[j][own], rank) for own, _ in self.slices(self.at)]
-        Exchange(self.op, self.transport, sends, receives).wait()
+        Exchange(NAME, self.transport, sends, receives).wait()
         return parts
 
 
@@ -103,3 +116,91 @@ def join_heads(parts: Sequence[Tensor], *shapes: tuple[int, int]) -> list[Tensor
     """Inverse of ``split_heads``. ``shapes``: as in ``tensors_of``."""
     chunks = zip(*(tensors_of(part, *shapes) for part in parts), strict=True)
     return [torch.cat(of_tensor, dim=2) for of_tensor in chunks]
+
+
+class Placement(NamedTuple):
+    """How the ranks of a group share an attention, in the order in which the registered op takes it.
+
+    Attributes:
+        group: name of the process group. length: tokens of the whole sequence.
+        ulysses_degree, all_gather: see ``cost.Algorithm``.
+    """
+
+    group: str
+    length: int
+    cp_layout: str
+    ulysses_degree: int
+    all_gather: bool
+
+    def ring(self, transport: Transport, options: AttentionOptions, heads: int) -> Ring:
+        """The ranks whose keys this rank attends to, with the options of its ``heads`` heads."""
+        size, u = transport.size, self.ulysses_degree
+        ranks = ring_ranks(self.cp_layout, size, transport.rank, u)
+        shards = [shard_ranges(self.cp_layout, self.length, size, r, u) for r in ranks]
+        options = options._replace(key_ranges=options.ranges(self.length), cu_seqlens=None)
+        if u > 1:
+            at = ulysses_ranks(self.cp_layout, size, transport.rank, u).index(transport.rank)
+            options = options._replace(
+                first_head=options.first_head + at * heads,
+                sink=None if options.sink is None else options.sink.chunk(u)[at],
+            )
+        return Ring(NAME, transport, ranks, ranks.index(transport.rank), shards, options)
+
+    def ulysses(self, transport: Transport) -> UlyssesGroup:
+        """The ranks with which this one exchanges heads for tokens."""
+        size, u = transport.size, self.ulysses_degree
+        ranks = ulysses_ranks(self.cp_layout, size, transport.rank, u)
+        own = [shard_ranges(self.cp_layout, self.length, size, r) for r in ranks]
+        union = shard_ranges(self.cp_layout, self.length, size, transport.rank, u)
+        return UlyssesGroup(transport, ranks, ranks.index(transport.rank), own, union)
+
+
+def attention_forward(
+    placement: Placement, transport: Transport, options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """O ``[s, b, h, d_v]``, its M and Z ``[2, b, h, s]``, and q, k and v after the all-to-all.
+
+    The last, ``[tokens, b, (h d + kv_heads (d + d_v)) / ulysses_degree]``, replace q, k and v in the backward: see
+    ``tensors_of``. They are empty if ``ulysses_degree`` is 1.
+    """
+    u = placement.ulysses_degree
+    if u == 1:
+        ring = placement.ring(transport, options, q.shape[2])
+        result = ring_forward(ring, with_unit_last_stride(q), k, v, all_gather=placement.all_gather)
+        return result.out.to(q.dtype), result.statistics, q.new_empty(0)
+    group, heads = placement.ulysses(transport), q.shape[2] // u
+    qkv = group.tokens_to_heads(split_heads(u, q, k, v))
+    q, k, v = tensors_of(qkv, *((t.shape[2] // u, t.shape[3]) for t in (q, k, v)))
+    result = ring_forward(placement.ring(transport, options, heads), q, k, v, all_gather=False)
+    out = result.out.to(q.dtype)
+    (out,) = join_heads(group.heads_to_tokens(out.flatten(2)), (heads, out.shape[3]))
+    statistics = result.statistics.permute(3, 1, 2, 0).contiguous()
+    statistics = torch.cat(group.heads_to_tokens(statistics), dim=2).permute(3, 1, 2, 0).contiguous()
+    return out, statistics, qkv
+
+
+def attention_backward(
+    placement: Placement, transport: Transport, options: AttentionOptions, grad: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, statistics: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk and dv of this rank's tokens, and their share of the sink's gradient."""
+    grad = with_unit_last_stride(grad)
+    rows = attention_gradient_rows(grad, out, statistics)
+    dsink = None if options.sink is None else attention_sink_gradient(options.sink, rows)
+    u, heads = placement.ulysses_degree, q.shape[2]
+    ring = placement.ring(transport, options, heads)
+    if u == 1:
+        dq, packed = ring_backward(
+            ring, grad, with_unit_last_stride(q), k, v, rows, out, all_gather=placement.all_gather
+        )
+        dk, dv = (t.to(q.dtype).contiguous() for t in unpack_keys(packed, q.shape[3]))
+        return dq.to(q.dtype), dk, dv, dsink
+    group = placement.ulysses(transport)
+    grad = group.tokens_to_heads(split_heads(u, grad)).unflatten(2, (heads, grad.shape[3]))
+    rows = group.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0))).unflatten(2, (heads, 3))
+    rows = rows.permute(3, 1, 2, 0).contiguous()
+    # The outputs of these heads are on the ranks of their tokens, which sent D: the kernels are this package's.
+    dq, packed = ring_backward(ring, grad, q, k, v, rows, all_gather=False)
+    gradients = torch.cat([t.flatten(2) for t in (dq, *unpack_keys(packed, q.shape[3]))], dim=2).to(q.dtype)
+    dq, dk, dv = join_heads(group.heads_to_tokens(gradients), *((t.shape[2], t.shape[3]) for t in (q, k, v)))
+    return dq, dk, dv, dsink

@@ -94,8 +94,8 @@ def with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         whole = causal and attention_mask is None and query.shape[2] == key.shape[2] > 1
         if whole and query.device.type == "cpu" and all(options.get(name) is None for name in _SPECIAL):
-            q, k, v = (t.permute(2, 0, 1, 3) for t in (query, key, value))
-            return flash_attention(q, k, v, scale=scaling, dropout_p=dropout).transpose(0, 1), None
+            out = flash_attention(query, key, value, softmax_scale=scaling, dropout_p=dropout, tensor_format="bhsd")
+            return out.transpose(1, 2), None
         if module.training and query.device.type == "cpu":
             why = "got a mask" if attention_mask is not None else "was not causal over the whole sequence"
             went_to_stock(module, "flash_attention", why)
@@ -124,4 +124,4 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, pairs: str) ->
     if half:
         cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
     doubled, interleaved = not half and pairs != "half_by_single_tables", not pairs.startswith("half")
-    return rotary_embedding_qk(query, key, cos, sin, doubled=doubled, interleaved=interleaved, layout="bhsd")
+    return rotary_embedding_qk(query, key, cos, sin, doubled=doubled, interleaved=interleaved, tensor_format="bhsd")

@@ -107,12 +107,12 @@ def _attend(
         return _with_mask(core, q, k, v, mask, window, scale)
     options: dict[str, Any] = {
         "causal": causal and (sq > 1 or cp_group is not None),
-        "scale": scale,
+        "softmax_scale": scale,
         "dropout_p": _dropout_p(core),
         "sink": core.softmax_offset,
     }
     if window is not None:
-        options["window"] = window[0] + 1
+        options["window_size"] = window[0], 0
     if packed is not None:
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
         options["cu_seqlens"] = packed.cu_seqlens_q

@@ -28,14 +28,13 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-BackendName = Literal["auto", "triton", "cudnn", "flash"]
-NAMES: tuple[str, ...] = get_args(BackendName)
+from parallel_ops.ops.attention.options import BACKENDS, AttentionOptions
 
 logger = logging.getLogger("parallel_ops.attention")
 
@@ -43,7 +42,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _OF_TORCH = {int(SDPBackend.FLASH_ATTENTION.value): "flash", int(SDPBackend.CUDNN_ATTENTION.value): "cudnn"}
 
 
-# Choices made, by call and by what torch's depends on: one takes the host longer than a launch. Of more, all go.
+# Cache of backend choices, by call and state of torch; choosing takes the host longer than a launch. Cleared when full.
 _MOST_CHOICES = 1024
 _chosen: dict[tuple[object, ...], str] = {}
 _priorities: Callable[[], list[int]] | None = getattr(torch._C, "_get_sdp_priority_order", None)
@@ -54,10 +53,11 @@ _enabled: tuple[Callable[[], bool], ...] = (
 
 
 class Call(NamedTuple):
-    """What the choice depends on.
+    """Properties of a call that decide which kernels can compute it.
 
     Attributes:
         device: type of the device. capability: 90 for compute capability 9.0; 0 on CPUs.
+        ranges: ``key_ranges``, which also stand for documents within them.
         shifted: queries and keys whose first tokens are not at the same place, under a causal mask.
         aligned: memory and strides of heads are multiples of 16 bytes, as torch's kernels read them.
     """
@@ -72,6 +72,7 @@ class Call(NamedTuple):
     shifted: bool = False
     window: bool = False
     documents: bool = False
+    ranges: bool = False
     softcap: bool = False
     dropout: bool = False
     positive_scale: bool = True
@@ -88,6 +89,8 @@ def refusal(backend: str, call: Call) -> str | None:
         (call.softcap, "a soft cap"),
         (call.dropout, "dropout, whose mask is this package's"),
         (call.causal and call.shifted, "causal attention with sq different from sk"),
+        (not call.causal and call.window, "a window that is not causal"),
+        (call.ranges, "key_ranges"),
         (not call.positive_scale, "a scale of 0 or less"),
         (call.empty, "empty tensors"),
     ):
@@ -154,29 +157,24 @@ def _may_be_torchs(call: Call) -> bool:
     return refusal("flash", call) is None or refusal("cudnn", call) is None
 
 
-def resolve(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: bool = False,
-    documents: bool = False, softcap: bool = False, dropout: bool = False,
-) -> str:  # fmt: skip
+def resolve(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The backend of a call; ``"triton"`` is this package's kernels, on CPUs too."""
+    backend = options.backend
     if backend == "triton" or (backend == "auto" and not q.is_cuda):
         return "triton"
     log, state = logger.isEnabledFor(logging.DEBUG), _state_of_torch()
     signature: tuple[object, ...] = (
-        backend, causal, scale, window, documents, softcap, dropout, state,
+        options.cu_seqlens is None, options.key_ranges is None, options.dropout_seed is None, options[4:], state,
         *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in (q, k, v)],
     )  # fmt: skip
     known = None if log or state is None else _chosen.get(signature)
     if known is not None:
         return known
-    call = describe(
-        q, k, v, causal=causal, scale=scale, window=window, documents=documents, softcap=softcap, dropout=dropout,
-        aligned=not q.is_cuda or _aligned(q, k, v),
-    )  # fmt: skip
+    call = describe(options, q, k, v, aligned=not q.is_cuda or _aligned(q, k, v))
     if backend == "auto":
         deterministic, replaced = torch.are_deterministic_algorithms_enabled(), _replaced()
-        asked = not deterministic and _may_be_torchs(call) and (replaced or not (window or documents))
-        preferred = _preferred(q, k, v, causal, scale) if asked else None
+        asked = not deterministic and _may_be_torchs(call) and (replaced or not (call.window or call.documents))
+        preferred = _preferred(q, k, v, options) if asked else None
         chosen = select(call, preferred, deterministic=deterministic, replaced=replaced)
     else:
         chosen = "triton" if refusal(backend, call) else backend
@@ -190,7 +188,7 @@ def resolve(
 
 
 def _state_of_torch() -> tuple[object, ...] | None:
-    """What torch's choice depends on beside the call; ``None`` where this torch does not say."""
+    """Settings of torch that its choice depends on; ``None`` where this torch does not say."""
     if _priorities is None:
         return None
     return (
@@ -199,34 +197,28 @@ def _state_of_torch() -> tuple[object, ...] | None:
     )  # fmt: skip
 
 
-def check_backend(
-    op: str, backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, window: int | None,
-    documents: bool, softcap: float | None, dropout_p: float,
-) -> None:  # fmt: skip
-    """Raises ``ValueError`` unless ``backend`` is one and can do the call, as far as shapes and options say."""
+def check_backend(op: str, options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ``ValueError`` unless the backend can do the call, as far as shapes and options say."""
+    backend = options.backend
     if backend == "auto" or (backend == "triton" and q.is_cuda):
         return
-    if backend not in NAMES:
-        raise ValueError(f"{op}: backend must be one of {', '.join(NAMES)}, got {backend!r}")
-    call = describe(
-        q, k, v, causal=causal, scale=1.0 if scale is None else scale, window=window is not None, documents=documents,
-        softcap=softcap is not None, dropout=dropout_p > 0.0,
-    )  # fmt: skip
-    why = refusal(backend, call._replace(empty=False))  # of nothing, this package's kernels give the result
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    # Calls without elements are left to this package's kernels.
+    why = refusal(backend, describe(options, q, k, v)._replace(empty=False))
     if why is None and backend == "cudnn" and torch.are_deterministic_algorithms_enabled():
         why = "its backward is not deterministic, which torch.use_deterministic_algorithms asks for"
     if why is not None:
         raise ValueError(f"{op}: backend={backend!r} cannot do this call: {why}; use 'auto'")
 
 
-def describe(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: bool, documents: bool, softcap: bool,
-    dropout: bool, aligned: bool = True,
-) -> Call:  # fmt: skip
-    (sq, b, _, d), sk = q.shape, k.shape[0]
+def describe(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, *, aligned: bool = True) -> Call:
+    (sq, b, _, d), sk, o = q.shape, k.shape[0], options
+    window = (not o.causal and o.right is not None) or (o.left is not None and o.left + 1 < sk)
     return Call(
-        "cuda" if q.is_cuda else q.device.type, _capability(q), q.dtype, b, d, v.shape[3], causal, sq != sk, window,
-        documents, softcap, dropout, scale > 0.0, 0 in q.shape or sk == 0, aligned,
+        "cuda" if q.is_cuda else q.device.type, _capability(q), q.dtype, b, d, v.shape[3], o.causal, sq != sk,
+        window, o.cu_seqlens is not None, o.key_ranges is not None, o.softcap > 0.0, o.dropout_seed is not None,
+        o.softmax_scale > 0.0, 0 in q.shape or sk == 0, aligned,
     )  # fmt: skip
 
 
@@ -249,14 +241,14 @@ def _aligned(*tensors: Tensor) -> bool:
     )
 
 
-def _preferred(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> str | None:
-    """What torch's ``scaled_dot_product_attention`` takes on this GPU: it knows versions, GPUs and what is enabled."""
+def _preferred(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
+    """The choice of torch's ``scaled_dot_product_attention``, which knows versions, GPUs and what is enabled."""
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    causal = causal and q.shape[2] == k.shape[2]
+    causal, scale = options.causal and q.shape[2] == k.shape[2], options.softmax_scale
     grouped = q.shape[1] != k.shape[1]
     try:
         return _OF_TORCH.get(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
-    except RuntimeError:  # of those that ``sdpa_kernel`` left, none can do the call
+    except RuntimeError:  # no kernel that ``sdpa_kernel`` allows can do the call
         return None
 
 

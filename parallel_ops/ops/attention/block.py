@@ -16,8 +16,8 @@ M and Z are kept separately: M + log Z is rounded at the size of M, so every pro
 1,000 would have an error of 3e-5 in fp32. 16-bit data have a larger error anyway. A query that sees no key has
 M = -inf, Z = 0, O = 0 and no gradient. A learnable sink is an initial value with M = sink, Z = 1 and O = 0.
 
-Every mask leaves a query a range of adjacent keys: causal masks, windows and documents each cut off an end. So a mask
-is two bounds: ``left <= j - i <= right``, or with documents two ints for each query.
+Every mask leaves a query a range of adjacent keys (``ranges.py``): ``left <= j - i <= right``, or two ints for each
+query.
 
 Source: FlashAttention (Dao, arXiv:2307.08691); the merge is that of online softmax (Milakov and Gimelshein,
 arXiv:1805.02867).
@@ -33,22 +33,8 @@ from parallel_ops._internal.philox import philox4x32, threshold
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention import torch_kernels
 from parallel_ops.ops.attention.backends import resolve
-from parallel_ops.ops.attention.documents import once
-
-
-class MaskBounds(NamedTuple):
-    """The keys of a block that each of its queries sees, in indices of the block.
-
-    ``left <= j - i <= right`` if ``spans`` is ``None``. Otherwise ``spans[0, i] <= j < spans[1, i]`` is the whole mask,
-    and ``query_spans[0, j] <= i < query_spans[1, j]`` the same mask by keys, which a backward on a GPU needs. Both are
-    int32, ``[2, sq]`` and ``[2, sk]``, within the block. Queries may be in any order. A query whose first key is not
-    before its end sees no key.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    spans: Tensor | None = None
-    query_spans: Tensor | None = None
+from parallel_ops.ops.attention.options import AttentionOptions
+from parallel_ops.ops.attention.ranges import MaskBounds
 
 
 class Dropout(NamedTuple):
@@ -65,78 +51,6 @@ class Dropout(NamedTuple):
     keys: TokenRange
     first_head: int = 0
     first_batch: int = 0
-
-
-def attention_bounds(
-    queries: TokenRange, keys: TokenRange, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None,
-    from_keys: bool = True,
-) -> MaskBounds | None:  # fmt: skip
-    """The bounds of the mask between queries and keys of the same ``step``; ``None`` if no query sees a key.
-
-    Args:
-        window: the number of keys that a query sees at most, its own included; causal only.
-        cu_seqlens: int32 or int64 ``[documents + 1]``, starts of documents in the whole sequence, from 0 to its length;
-            a query sees keys of its own document. The host does not read its values.
-        from_keys: return ``query_spans`` too.
-    """
-    if not queries.length or not keys.length:
-        return None
-    step = queries.step
-    apart = queries.start - keys.start
-    right = apart // step if causal else None
-    left = None if window is None else (apart - window) // step + 1
-    if (right is not None and right < 1 - queries.length) or (left is not None and left >= keys.length):
-        return None
-    if cu_seqlens is None:
-        # Bounds that cut nothing off become None, so that kernels skip the test.
-        right = None if right is not None and right >= keys.length - 1 else right
-        left = None if left is not None and left <= 1 - queries.length else left
-        return MaskBounds(left, right)
-    after = 1 if causal else None
-
-    def spans(of: TokenRange, among: TokenRange, before: int | None, after: int | None) -> Tensor:
-        key = of, among, before, after
-        return once(cu_seqlens, key, lambda: _spans(of, among, cu_seqlens, before=before, after=after))
-
-    return MaskBounds(
-        spans=spans(queries, keys, window, after),
-        query_spans=spans(keys, queries, after, window) if from_keys else None,
-    )
-
-
-def _spans(of: TokenRange, among: TokenRange, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
-    """For each token, the range of tokens ``among`` in its document, fewer than ``before`` positions before it and
-    fewer than ``after`` positions after it."""
-    first, step = of.start, of.step
-    places = torch.arange(first, first + step * of.length, step, device=cu_seqlens.device)
-    bounds = document_bounds(places, cu_seqlens, before, after)
-    if among.step > 1 or among.start:
-        bounds = (bounds - (among.start - among.step + 1)) // among.step
-    in_block = bounds.clamp_(0, among.length)
-    torch.maximum(in_block[0], in_block[1], out=in_block[1])
-    return in_block.to(torch.int32)
-
-
-def document_bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, after: int | None) -> Tensor:
-    """For each token, start and end of the positions in its document, fewer than ``before`` before it and fewer than
-    ``after`` after it: int64 ``[2, tokens]``."""
-    starts = cu_seqlens.to(torch.int64)
-    document = torch.searchsorted(starts, places, right=True).clamp(1, starts.numel() - 1)
-    first, end = starts[document - 1], starts[document]
-    first = first if before is None else first.maximum(places - before + 1)
-    end = end if after is None else end.minimum(places + after)
-    return torch.stack([first, end])
-
-
-def dense_mask(mask: MaskBounds, sq: int, sk: int, device: torch.device) -> Tensor:
-    """The mask as booleans ``[sq, sk]``: for references and tests."""
-    j = torch.arange(sk, device=device)
-    if mask.spans is not None:
-        return (j >= mask.spans[0, :, None]) & (j < mask.spans[1, :, None])
-    apart = j - torch.arange(sq, device=device)[:, None]
-    here = torch.ones(sq, sk, dtype=torch.bool, device=device)
-    here = here if mask.left is None else here & (apart >= mask.left)
-    return here if mask.right is None else here & (apart <= mask.right)
 
 
 def dropout_keep_mask(dropout: Dropout, batch: int, heads: int, sq: int, sk: int) -> Tensor:
@@ -163,40 +77,37 @@ def block_attention(
     k: Tensor,
     v: Tensor,
     mask: MaskBounds,
+    options: AttentionOptions,
     *,
-    scale: float,
-    softcap: float = 0.0,
     dropout: Dropout | None = None,
     out: Tensor,
     statistics: Tensor,
     merge: bool,
-    backend: str = "triton",
 ) -> None:
     """Writes the attention of ``q`` over ``k`` and ``v`` to ``out`` and ``statistics``, or merges it into them.
 
     Args:
         q: ``[sq, b, heads, d]``; k: ``[sk, b, kv_heads, d]``; v: ``[sk, b, kv_heads, d_v]``; of one dtype, any strides
             with adjacent d.
-        softcap: 0 for none.
+        options: the scale, the soft cap, and the backend whose kernels compute the block, if they can: see
+            ``backends``. torch's round the block's result to the dtype of ``q`` before it is merged.
         out: ``[sq, b, heads, d_v]`` in the dtype of ``q`` or fp32; with ``merge`` fp32 (fp64 for fp64).
         statistics: M and Z, ``[2, b, heads, sq]``, fp32 (fp64 for fp64).
-        backend: whose kernels compute the block, if they can: see ``backends``. torch's round the block's result to
-            the dtype of ``q`` before it is merged.
     """
-    taken = _taken_by_torch(backend, q, k, v, mask, scale, softcap, dropout)
+    taken = _taken_by_torch(q, k, v, mask, options, dropout)
     if taken is not None:
-        theirs = torch_kernels.forward(taken[0], q, k, v, taken[1], scale)
+        theirs = torch_kernels.forward(*taken, q, k, v)
         merge_block(*theirs, out=out, statistics=statistics, merge=merge)
         return
     if q.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
         kernels.forward(
-            q, k, v, out, statistics, merge=merge, left=mask.left, right=mask.right, spans=mask.spans, scale=scale,
-            softcap=softcap, dropout=dropout,
+            q, k, v, out, statistics, merge=merge, left=mask.left, right=mask.right, spans=mask.spans,
+            scale=options.softmax_scale, softcap=options.softcap, dropout=dropout,
         )  # fmt: skip
         return
-    _forward(q, k, v, *_cpu_options(mask, scale, softcap, dropout), out, statistics, merge)
+    _forward(q, k, v, *_cpu_options(mask, options, dropout), out, statistics, merge)
 
 
 def block_attention_backward(
@@ -206,60 +117,57 @@ def block_attention_backward(
     v: Tensor,
     rows: Tensor,
     mask: MaskBounds,
+    options: AttentionOptions,
     *,
-    scale: float,
-    softcap: float = 0.0,
     dropout: Dropout | None = None,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     accumulate_dq: bool,
     out: Tensor | None = None,
-    backend: str = "triton",
 ) -> None:
     """The gradients from these keys.
 
     Args:
         grad_out: ``[sq, b, heads, d_v]``, the dtype of q. q, k, v: as in ``block_attention``.
-        rows: what ``attention_gradient_rows`` returns for the final output.
+        rows: result of ``attention_gradient_rows`` for the final output. options: as in ``block_attention``.
         dq, dk, dv: like ``q``, ``k`` and ``v``, in their dtype or fp32; dk and dv are overwritten, dq is with
             ``accumulate_dq`` fp32 and added to.
         out: the final output ``[sq, b, heads, d_v]`` in the dtype of q, for torch's kernels, which take it in place of
-            D; without it the kernels are this package's. backend: as in ``block_attention``.
+            D; without it the kernels are this package's.
     """
-    taken = None if out is None else _taken_by_torch(backend, q, k, v, mask, scale, softcap, dropout)
+    taken = None if out is None else _taken_by_torch(q, k, v, mask, options, dropout)
     if taken is not None and out is not None:
         # On a GPU the rows of 16-bit data already hold the logsumexp.
         lse = rows[0] if q.is_cuda else rows[0] - rows[1].log()
-        theirs = torch_kernels.backward(taken[0], grad_out, q, k, v, out, lse, taken[1], scale)
+        theirs = torch_kernels.backward(*taken, grad_out, q, k, v, out, lse)
         for ours, gradient, add in zip((dq, dk, dv), theirs, (accumulate_dq, False, False), strict=True):
             ours.add_(gradient) if add else ours.copy_(gradient)
         return
     if q.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
-        options = {**mask._asdict(), "scale": scale, "softcap": softcap, "dropout": dropout}
-        kernels.backward(grad_out, q, k, v, rows, dq, dk, dv, accumulate_dq=accumulate_dq, **options)
+        kernels.backward(
+            grad_out, q, k, v, rows, dq, dk, dv, accumulate_dq=accumulate_dq, **mask._asdict(),
+            scale=options.softmax_scale, softcap=options.softcap, dropout=dropout,
+        )  # fmt: skip
         return
-    masked = _cpu_options(mask, scale, softcap, dropout)
-    _backward(grad_out, q, k, v, rows, *masked, dq, dk, dv, accumulate_dq)
+    _backward(grad_out, q, k, v, rows, *_cpu_options(mask, options, dropout), dq, dk, dv, accumulate_dq)
 
 
 def _taken_by_torch(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, mask: MaskBounds, scale: float, softcap: float,
-    dropout: Dropout | None,
-) -> tuple[str, torch_kernels.Mask] | None:  # fmt: skip
-    """Which of torch's kernels compute the block and with which mask; ``None`` if this package's do."""
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskBounds, options: AttentionOptions, dropout: Dropout | None
+) -> tuple[str, AttentionOptions] | None:
+    """The backend of torch that computes the block, and the block's options; ``None`` if this package's kernels do."""
     causal = mask.right == 0 and q.shape[0] == k.shape[0]
     full = mask.right is None and mask.left is None
-    if backend == "triton" or mask.spans is not None or not (causal or full):
+    if options.backend == "triton" or mask.spans is not None or dropout is not None or not (causal or full):
         return None
-    window = None if mask.left is None else 1 - mask.left
-    chosen = resolve(
-        backend, q, k, v, causal=causal, scale=scale, window=window is not None, softcap=softcap > 0.0,
-        dropout=dropout is not None,
-    )  # fmt: skip
-    return None if chosen == "triton" else (chosen, torch_kernels.Mask(causal, window))
+    block = options._replace(
+        cu_seqlens=None, key_ranges=None, left=None if mask.left is None else -mask.left, right=mask.right
+    )
+    chosen = resolve(block, q, k, v)
+    return None if chosen == "triton" else (chosen, block)
 
 
 def merge_block(block: Tensor, logsumexp: Tensor, *, out: Tensor, statistics: Tensor, merge: bool) -> None:
@@ -319,14 +227,14 @@ def attention_gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor) -
 
 
 def attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, mask: MaskBounds, *,
-    scale: float, softcap: float, dropout: Dropout | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, mask: MaskBounds,
+    options: AttentionOptions, *, dropout: Dropout | None, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> Tensor:  # fmt: skip
-    """All gradients where these keys are all there are; returns what ``attention_gradient_rows`` does."""
+    """All gradients where these keys are all there are; returns the result of ``attention_gradient_rows``."""
     if not q.is_cuda:
         rows = attention_gradient_rows(grad_out, out, statistics)
         block_attention_backward(
-            grad_out, q, k, v, rows, mask, scale=scale, softcap=softcap, dropout=dropout, dq=dq, dk=dk, dv=dv,
+            grad_out, q, k, v, rows, mask, options._replace(backend="triton"), dropout=dropout, dq=dq, dk=dk, dv=dv,
             accumulate_dq=False,
         )  # fmt: skip
         return rows
@@ -335,7 +243,8 @@ def attention_backward(
     rows = statistics.new_empty((3, *statistics.shape[1:]))
     kernels.backward(
         grad_out, q, k, v, rows, dq, dk, dv, accumulate_dq=False, left=mask.left, right=mask.right, spans=mask.spans,
-        query_spans=mask.query_spans, scale=scale, softcap=softcap, dropout=dropout, out=out, statistics=statistics,
+        query_spans=mask.query_spans, scale=options.softmax_scale, softcap=options.softcap, dropout=dropout, out=out,
+        statistics=statistics,
     )  # fmt: skip
     return rows
 
@@ -352,8 +261,8 @@ _gradient_rows = torch.ops.parallel_ops.attention_gradient_rows_.default
 _backward = torch.ops.parallel_ops.block_attention_backward_.default
 
 
-def _cpu_options(mask: MaskBounds, scale: float, softcap: float, dropout: Dropout | None) -> tuple[Any, ...]:
-    bounds = (mask.spans, mask.left, mask.right, scale, softcap)
+def _cpu_options(mask: MaskBounds, options: AttentionOptions, dropout: Dropout | None) -> tuple[Any, ...]:
+    bounds = (mask.spans, mask.left, mask.right, options.softmax_scale, options.softcap)
     if dropout is None:
         return (*bounds, 0.0, None, [])
     queries, keys = dropout.queries, dropout.keys

@@ -8,12 +8,12 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
 
 
-def check_scale(op: str, scale: float) -> None:
+def check_scale(op: str, scale: float, name: str = "scale") -> None:
     """``scale`` is a finite Python number."""
     if isinstance(scale, bool) or not isinstance(scale, (float, int)):
-        raise TypeError(f"{op}: scale must be a Python float, got {type(scale).__name__}")
+        raise TypeError(f"{op}: {name} must be a Python float, got {type(scale).__name__}")
     if not -math.inf < scale < math.inf:  # isfinite() would break a torch.compile graph
-        raise ValueError(f"{op}: scale must be finite, got {scale}")
+        raise ValueError(f"{op}: {name} must be finite, got {scale}")
 
 
 def sink_vector(op: str, sink: Tensor | float | None, scores: Tensor) -> Tensor | None:

@@ -9,14 +9,8 @@ import torch
 import triton
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.ops.attention.block import (
-    Dropout,
-    MaskBounds,
-    attention_bounds,
-    begin_carry,
-    dense_mask,
-    dropout_keep_mask,
-)
+from parallel_ops.ops.attention.block import Dropout, begin_carry, dropout_keep_mask
+from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, dense_mask, document_ranges
 from ptx import aot
 from ptx.kernels import meta, poisoned
 from support import suite
@@ -51,11 +45,9 @@ class Case:
     def attention_bounds(self) -> list[MaskBounds | None]:
         if self.mask is not None:
             return [self.mask]
-        bounds = None if self.documents is None else torch.tensor(self.documents)
-        return [
-            attention_bounds(self.queries, keys, causal=self.causal, window=self.window, cu_seqlens=bounds)
-            for keys in self.keys
-        ]
+        ranges = None if self.documents is None else document_ranges(torch.tensor(self.documents), causal=False)
+        left, right = None if self.window is None else self.window - 1, 0 if self.causal else None
+        return [attention_bounds(self.queries, keys, left=left, right=right, ranges=ranges) for keys in self.keys]
 
     def dropout(self, keys: TokenRange) -> Dropout | None:
         return Dropout(self.p, SEED, self.queries, keys, first_head=3, first_batch=2**31) if self.p else None

@@ -14,6 +14,7 @@ from parallel_ops import flash_attention
 from parallel_ops.ops import flash_attention_reference
 from parallel_ops.ops.attention import backends, block, torch_kernels
 from parallel_ops.ops.attention.backends import Call, refusal, select
+from parallel_ops.ops.attention.options import AttentionOptions
 from support import suite
 from support.context_parallel import Case, joined, oracle, shared
 from support.loopback import LoopbackGroup
@@ -52,6 +53,8 @@ CHANGES = {
     "more keys, causal": ({"shifted": True}, False, False),
     "more keys": ({"shifted": True, "causal": False}, True, True),
     "a window": ({"window": True}, True, False),
+    "a window that is not causal": ({"window": True, "causal": False}, False, False),
+    "ranges": ({"ranges": True}, False, False),
     "documents": ({"documents": True}, True, False),
     "documents of a batch": ({"documents": True, "batch": 2}, False, False),
     "a batch": ({"batch": 2}, True, True),
@@ -102,10 +105,10 @@ def test_bad_backends_are_named():
         ({"backend": "fa2"}, "auto, triton, cudnn, flash, got 'fa2'"),
         ({"backend": "triton"}, "backend='triton' cannot do this call: q is on a CPU"),
         ({"backend": "cudnn"}, "needs a GPU"),
-        ({"backend": "flash", "window": 2}, "neither windows nor cu_seqlens"),
+        ({"backend": "flash", "window_size": (1, 0)}, "neither windows nor cu_seqlens"),
         ({"backend": "flash", "softcap": 1.0}, "a soft cap"),
         ({"backend": "flash", "dropout_p": 0.1}, "dropout"),
-        ({"backend": "flash", "scale": -1.0}, "a scale of 0 or less"),
+        ({"backend": "flash", "softmax_scale": -1.0}, "a scale of 0 or less"),
     ):
         with pytest.raises(ValueError, match="flash_attention: backend") as raised:
             flash_attention(q, q, q, **options)
@@ -130,7 +133,7 @@ class TestTorchsKernelsOnACpu:
         sizes = [(sq, b, heads, d), (sk, b, kv_heads, d), (sk, b, kv_heads, d), (heads,)]
         args = [randn(*s, dtype=dtype, seed=i) for i, s in enumerate(sizes[: 4 if with_sink else 3])]
         grad = randn(sq, b, heads, d, dtype=dtype, seed=9).detach()
-        options = {"causal": causal, "scale": data.draw(st.sampled_from([None, 0.7]))}
+        options = {"causal": causal, "softmax_scale": data.draw(st.sampled_from([None, 0.7]))}
 
         def results(function, args, **more):
             return suite.forward_backward(
@@ -173,8 +176,8 @@ class TestTorchsKernelsOnACpu:
         flash_attention(*ours, backend="flash").square().sum().backward()
         for a, b in zip(inputs, ours, strict=True):
             assert torch.equal(a.grad, b.grad)
-        options = (True, 0.3, None, 0.0, 0.0, 0, "flash")
-        torch.library.opcheck(torch.ops.parallel_ops.flash_attention.default, (*ours, None, None, None, *options))
+        options = AttentionOptions(softmax_scale=0.3, right=0, backend="flash")
+        torch.library.opcheck(torch.ops.parallel_ops.flash_attention.default, (*ours, *options))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
@@ -210,7 +213,7 @@ def test_a_ring_of_torchs_blocks_in_16_bits():
 PLAIN_CALLS = ({}, {"causal": False, "sk": 96})
 CALLS = {
     "cudnn": PLAIN_CALLS,
-    "flash": (*PLAIN_CALLS, {"window": 16}, {"documents": True}, {"documents": True, "window": 9}),
+    "flash": (*PLAIN_CALLS, {"left": 15}, {"documents": True}, {"documents": True, "left": 8}),
 }
 
 
@@ -225,11 +228,12 @@ class TestArgumentsOfTheOperators:
             pytest.skip("documents have a batch of 1")
         q, k, v = (torch.empty(s, b, h, 32, dtype=HALF[1], device="meta") for s, h in ((64, 4), (sk, 2), (sk, 2)))
         bounds = torch.empty(4, dtype=torch.int32, device="meta") if documents else None
-        mask = torch_kernels.Mask(causal, options.get("window"), bounds)
-        out, lse = torch_kernels.forward(backend, q, k, v, mask, 0.1)
+        right = 0 if causal else None
+        given = AttentionOptions(cu_seqlens=bounds, softmax_scale=0.1, left=options.get("left"), right=right)
+        out, lse = torch_kernels.forward(backend, given, q, k, v)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (b, 4, 64), torch.float32)
         assert out.is_contiguous(), "another copy"
-        gradients = torch_kernels.backward(backend, torch.empty_like(q), q, k, v, out, lse, mask, 0.1)
+        gradients = torch_kernels.backward(backend, given, torch.empty_like(q), q, k, v, out, lse)
         assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (q, k, v)]
 
     def test_every_argument_is_where_the_schema_has_it(self, monkeypatch):
@@ -251,18 +255,19 @@ class TestArgumentsOfTheOperators:
         q, k = (torch.empty(s, 1, 4, 32, dtype=HALF[1], device="meta") for s in (64, 96))
         torch_kernels._cudnn_dims()
         for backend in ("cudnn", "flash"):
-            masked = torch_kernels.Mask(True, 5 if backend == "flash" else None)
-            for mask, others in ((masked, q), (torch_kernels.Mask(False), k)):
+            plain = AttentionOptions(softmax_scale=0.25)
+            masked = plain._replace(right=0, left=4 if backend == "flash" else None)
+            for mask, others in ((masked, q), (plain, k)):
                 seen.clear()
-                out, lse = torch_kernels.forward(backend, q, others, others, mask, 0.25)
-                torch_kernels.backward(backend, out, q, others, others, out, lse, mask, 0.25)
+                out, lse = torch_kernels.forward(backend, mask, q, others, others)
+                torch_kernels.backward(backend, mask, out, q, others, others, out, lse)
                 for call in seen[-2:]:
                     assert (call["is_causal"], call["scale"], call["dropout_p"]) == (mask.causal, 0.25, 0.0)
                     assert call["query"].shape[3] == 32 and call.get("attn_bias") is None
                     if "max_q" in call:
                         assert (call["max_q"], call["max_k"]) == (64, others.shape[0])
                         assert call.get("cum_seq_q") is None
-                    if mask.window:
+                    if mask.left:
                         assert (call["window_size_left"], call["window_size_right"]) == (4, 0)
                 assert seen[-2].get("compute_log_sumexp", True) and not seen[-2]["return_debug_mask"]
 
@@ -277,9 +282,9 @@ def test_merged_blocks_are_the_whole(data, dtype):
     if sink is not None:
         block.begin_carry(out, statistics, sink)
     for n, (ks, vs) in enumerate(zip(k.split(parts), v.split(parts), strict=True)):
-        theirs = torch_kernels.forward("flash", q, ks, vs, torch_kernels.Mask(False), 0.5)
+        theirs = torch_kernels.forward("flash", AttentionOptions(softmax_scale=0.5), q, ks, vs)
         block.merge_block(*theirs, out=out, statistics=statistics, merge=n > 0 or sink is not None)
-    want = flash_attention_reference(q.double(), k.double(), v.double(), causal=False, scale=0.5, sink=sink)
+    want = flash_attention_reference(q.double(), k.double(), v.double(), causal=False, softmax_scale=0.5, sink=sink)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-12 if dtype is torch.float64 else 1e-5)
 
 
@@ -299,15 +304,15 @@ def test_auto_asks_torch(monkeypatch):
     """With the arguments of the schema; on a CPU torch answers as on a GPU without cuDNN."""
 
     def chosen(t, backend="auto", **options):
-        given = {"causal": True, "scale": 0.3, **options}
+        given = {"right": 0, "softmax_scale": 0.3, "backend": backend, **options}
         backends._chosen.clear()
-        return backends.resolve(backend, *(OnCuda(x) for x in (t, t, t)), **given)
+        return backends.resolve(AttentionOptions(**given), *(OnCuda(x) for x in (t, t, t)))
 
     monkeypatch.setattr(backends, "_capability", lambda q: 80)
     half = torch.zeros(5, 1, 2, 16, dtype=torch.bfloat16)
     assert chosen(half) == "flash"
     assert chosen(half, backend="triton") == "triton" and chosen(half, backend="cudnn") == "cudnn"
-    assert chosen(half, window=True) == chosen(half, softcap=True) == chosen(half, scale=-1.0) == "triton"
+    assert chosen(half, left=2) == chosen(half, softcap=1.0) == chosen(half, softmax_scale=-1.0) == "triton"
     assert chosen(half.float()) == chosen(half[:, :, :, :12]) == "triton"
     shifted = torch.zeros(161, dtype=torch.bfloat16)[1:].view(5, 1, 2, 16)
     strided = torch.zeros(5, 1, 2, 17, dtype=torch.bfloat16)[..., :16]
@@ -329,7 +334,7 @@ def test_auto_asks_torch(monkeypatch):
     monkeypatch.setattr(backends, "_capability", lambda q: 90)
     assert chosen(half) == "triton"
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
-    assert chosen(half) == chosen(half, window=True) == "flash"
+    assert chosen(half) == chosen(half, left=2) == "flash"
 
 
 @pytest.mark.skipif(backends._priorities is None, reason="this torch does not say what its choice depends on")
@@ -340,7 +345,8 @@ def test_torch_is_asked_again_when_its_answer_may_differ(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: asked.append(None) or ask(*a, **k))
 
     def chosen(t=half, **options):
-        return backends.resolve("auto", *(OnCuda(x) for x in (t, t, t)), **{"causal": True, "scale": 0.3, **options})
+        given = AttentionOptions(**{"right": 0, "softmax_scale": 0.3, **options})
+        return backends.resolve(given, *(OnCuda(x) for x in (t, t, t)))
 
     assert [chosen() for _ in range(3)] == ["flash"] * 3
     assert len(asked) == 1
@@ -352,7 +358,7 @@ def test_torch_is_asked_again_when_its_answer_may_differ(monkeypatch):
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
         chosen()
     assert len(asked) == 3
-    chosen(causal=False)
+    chosen(right=None)
     chosen(half[:6])
     assert len(asked) == 5
     torch.use_deterministic_algorithms(True)

@@ -10,14 +10,13 @@ from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops import flash_attention_reference
 from parallel_ops.ops.attention.block import (
     Dropout,
-    MaskBounds,
-    attention_bounds,
     attention_gradient_rows,
     begin_carry,
     block_attention,
     block_attention_backward,
-    dense_mask,
 )
+from parallel_ops.ops.attention.options import AttentionOptions
+from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, dense_mask, document_ranges
 from support.attention import CONVEX_SPANS, SPANS, attention, random_spans, spans_from_keys
 from support.suite import DEVICES, forward_backward, randn
 
@@ -43,10 +42,15 @@ def part(t, tokens):
     [
         {},
         {"causal": False},
-        {"window": 20},
+        {"window_size": (19, 0)},
         {"softcap": 3.0},
-        {"dropout_p": 0.3, "seed": 5},
-        {"cu_seqlens": torch.tensor([0, 69, 70, 72, 72, S]), "window": 30, "dropout_p": 0.1, "seed": 1},
+        {"dropout_p": 0.3, "dropout_seed": 5},
+        {
+            "cu_seqlens": torch.tensor([0, 69, 70, 72, 72, S]),
+            "window_size": (29, 0),
+            "dropout_p": 0.1,
+            "dropout_seed": 1,
+        },
     ],
     ids=str,
 )
@@ -59,9 +63,9 @@ def test_blocks_in_any_order_are_the_whole(device, options, layout):
     options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
     expected = forward_backward(lambda *args: flash_attention_reference(*args, **options), (q, k, v), grad)
     q, k, v = (t.detach() for t in (q, k, v))
-    mask_options = {name: options.get(name) for name in ("window", "cu_seqlens")} | {
-        "causal": options.get("causal", True)
-    }
+    left = options["window_size"][0] if "window_size" in options else None
+    ranges = document_ranges(options["cu_seqlens"], causal=False) if "cu_seqlens" in options else None
+    lines = {"left": left, "right": 0 if options.get("causal", True) else None, "ranges": ranges}
     got = [torch.zeros_like(t) for t in (q, q, k, v)]
     for queries in cut(layout):
         own, own_grad = part(q, queries), part(grad, queries)
@@ -69,23 +73,24 @@ def test_blocks_in_any_order_are_the_whole(device, options, layout):
         begin_carry(out, statistics, None)
         blocks = []
         for keys in reversed(cut(layout)):
-            mask = attention_bounds(queries, keys, **mask_options)
+            mask = attention_bounds(queries, keys, **lines)
             if mask is None:
                 continue
-            seed = torch.tensor([options.get("seed", 0)], device=device)
-            dropout = Dropout(options["dropout_p"], seed, queries, keys) if "seed" in options else None
-            scores = {"scale": D**-0.5, "softcap": options.get("softcap", 0.0), "dropout": dropout}
-            blocks.append((keys, mask, scores))
+            seed = torch.tensor([options.get("dropout_seed", 0)], device=device)
+            dropout = Dropout(options["dropout_p"], seed, queries, keys) if "dropout_seed" in options else None
+            scores = AttentionOptions(softmax_scale=D**-0.5, softcap=options.get("softcap", 0.0))
+            blocks.append((keys, mask, scores, dropout))
             block_attention(
-                own, part(k, keys), part(v, keys), mask, **scores, out=out, statistics=statistics, merge=True
-            )
+                own, part(k, keys), part(v, keys), mask, scores, dropout=dropout, out=out, statistics=statistics,
+                merge=True,
+            )  # fmt: skip
         part(got[0], queries).copy_(out)
         rows, dq = attention_gradient_rows(own_grad, out, statistics), torch.zeros_like(own)
-        for keys, mask, scores in blocks:
+        for keys, mask, scores, dropout in blocks:
             ours = [part(t, keys) for t in (k, v)]
             dk, dv = (torch.full_like(t, torch.nan) for t in ours)
             block_attention_backward(
-                own_grad, own, *ours, rows, mask, **scores, dq=dq, dk=dk, dv=dv, accumulate_dq=True
+                own_grad, own, *ours, rows, mask, scores, dropout=dropout, dq=dq, dk=dk, dv=dv, accumulate_dq=True
             )
             part(got[2], keys).add_(dk)
             part(got[3], keys).add_(dv)
@@ -107,13 +112,13 @@ def test_queries_that_see_nothing_contribute_nothing(device, dtype):
         out = torch.zeros(70, 1, 2, 16, device=device) if merge else torch.full_like(q, torch.nan)
         statistics = torch.zeros(2, 1, 2, 70, device=device)
         statistics[0] = -torch.inf
-        block_attention(q, k, v, mask, scale=1.0, out=out, statistics=statistics, merge=merge)
+        block_attention(q, k, v, mask, AttentionOptions(), out=out, statistics=statistics, merge=merge)
         assert not out[:40].any() and out[40:].isfinite().all()
         assert (statistics[0, ..., :40] == -torch.inf).all() and not statistics[1, ..., :40].any()
         assert statistics[..., 40:].isfinite().all() and (statistics[1, ..., 40:] >= 1).all()
     dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
     rows = attention_gradient_rows(grad, out.to(dtype), statistics)
-    block_attention_backward(grad, q, k, v, rows, mask, scale=1.0, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
+    block_attention_backward(grad, q, k, v, rows, mask, AttentionOptions(), dq=dq, dk=dk, dv=dv, accumulate_dq=False)
     assert not dq[:40].any() and dq[40:].abs().sum() > 0
     for gradient in (dk, dv):
         assert not gradient[:10].any() and not gradient[20:].any() and gradient[10:20].abs().sum() > 0
@@ -166,10 +171,11 @@ def test_random_spans(device, trials):
         )
         mask = MaskBounds(spans=mask.spans.to(device), query_spans=mask.query_spans.to(device))
         statistics = q.new_full((2, 2, 2, sq), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
+        options = AttentionOptions(softmax_scale=0.5)
         out, dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, q, k, v))
-        block_attention(q, k, v, mask, scale=0.5, out=out, statistics=statistics, merge=False)
+        block_attention(q, k, v, mask, options, out=out, statistics=statistics, merge=False)
         rows = attention_gradient_rows(grad, out, statistics)
-        block_attention_backward(grad, q, k, v, rows, mask, scale=0.5, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
+        block_attention_backward(grad, q, k, v, rows, mask, options, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
         leaves = [t.double().cpu().requires_grad_() for t in (q, k, v)]
         expected, _ = attention(*leaves, here, scale=0.5, softcap=0.0, kept=None)
         expected.backward(grad.double().cpu())

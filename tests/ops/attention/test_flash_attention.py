@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from parallel_ops import flash_attention
 from parallel_ops.ops import flash_attention_reference
+from parallel_ops.ops.attention.options import AttentionOptions
+from parallel_ops.ops.attention.ranges import document_ranges
 from support import suite
 from support.suite import DEVICES, DTYPES, randn
 
@@ -33,12 +35,12 @@ def both(**options):
 OPTIONS = {
     "causal": {},
     "not causal": {"causal": False},
-    "window": {"window": 3},
-    "softcap": {"softcap": 2.0, "scale": 0.7},
-    "dropout": {"dropout_p": 0.4, "seed": 7},
+    "window": {"window_size": (2, 0)},
+    "softcap": {"softcap": 2.0, "softmax_scale": 0.7},
+    "dropout": {"dropout_p": 0.4, "dropout_seed": 7},
     "documents": {"cu_seqlens": (0, 1, 1, 4, 5, 7)},
     "documents, not causal": {"cu_seqlens": (0, 0, 3, 7, 7), "causal": False},
-    "all": {"window": 2, "softcap": 3.0, "dropout_p": 0.2, "seed": 1, "cu_seqlens": (0, 5, 7)},
+    "all": {"window_size": (1, 0), "softcap": 3.0, "dropout_p": 0.2, "dropout_seed": 1, "cu_seqlens": (0, 5, 7)},
 }
 
 
@@ -62,16 +64,19 @@ def test_numerics_of_any_shape(device, data, dtype, d, d_v):
     sk = data.draw(lengths)
     causal = data.draw(st.booleans())
     sq = data.draw(st.integers(1, sk) if causal else lengths)
-    options = {"causal": causal, "scale": data.draw(st.sampled_from([None, 1.0, -0.3, 0.0]))}
-    if causal:
-        options["window"] = data.draw(st.one_of(st.none(), st.integers(1, 100)))
+    options = {"causal": causal, "softmax_scale": data.draw(st.sampled_from([None, 1.0, -0.3, 0.0]))}
+    if data.draw(st.booleans()):
+        options["window_size"] = data.draw(st.one_of(st.none(), st.tuples(*[st.integers(-1, 99)] * 2)))
     if data.draw(st.booleans()):
         sq = sk
         cuts = data.draw(st.lists(st.integers(0, sk), max_size=4))
         options["cu_seqlens"] = torch.tensor([0, *sorted(cuts), sk], device=device)
     options["softcap"] = data.draw(st.sampled_from([None, 3.0]))
     if data.draw(st.booleans()):
-        options |= {"dropout_p": data.draw(st.sampled_from([0.1, 0.5, 1.0])), "seed": data.draw(st.integers(0, 2**63))}
+        options |= {
+            "dropout_p": data.draw(st.sampled_from([0.1, 0.5, 1.0])),
+            "dropout_seed": data.draw(st.integers(0, 2**63)),
+        }
     kv_heads = data.draw(st.integers(1, 2))
     b, heads = data.draw(st.integers(1, 2)), kv_heads * data.draw(st.integers(1, 3))
     args = inputs(sq, sk, b, heads, kv_heads, d, dtype, device, d_v=d_v)
@@ -103,8 +108,8 @@ def test_numerics_of_a_large_tensor(device, dtype, name):
     """Several blocks of keys and of queries, several heads a key. The slack is for the rounding of the logarithms of
     sums, which are some units large, to fp32: all probabilities of a row carry it in backward."""
     options = option(name, device)
-    if "window" in options:
-        options["window"] = 150
+    if "window_size" in options:
+        options["window_size"] = (149, 0)
     if "cu_seqlens" in options:
         options["cu_seqlens"] = torch.tensor([0, 3, 3, 300, 309, 420], device=device)
     args = inputs(420, 420, heads=2, d=40, dtype=dtype, device=device, spread=1.5)
@@ -118,7 +123,7 @@ def test_values_of_another_width(device, dtype, d, d_v):
     """192 and 128 as in DeepSeek's multi-head latent attention, all heads with keys of their own; few in parts."""
     for heads in (1, 4):
         args = inputs(330, 330, heads=heads, kv_heads=heads, d=d, d_v=d_v, dtype=dtype, device=device, spread=1.5)
-        check_numerics({"window": 200, "softcap": 20.0}, args)
+        check_numerics({"window_size": (199, 0), "softcap": 20.0}, args)
         assert flash_attention(*args[:3]).shape == (330, 1, heads, d_v)
 
 
@@ -139,12 +144,13 @@ def test_fp64_is_computed_in_fp64(device, name):
 
 def test_custom_op_contract(device):
     q, k, v, sink = inputs(5, 7, device=device)
-    none = [None] * 3
-    suite.check_op(raw_op, [q, k, v, *none, True, 0.3, None, 0.0, 0.0, 0])
+    plain = AttentionOptions(softmax_scale=0.3, right=0)
+    suite.check_op(raw_op, [q, k, v, *plain])
     cu_seqlens, seed = torch.tensor([0, 3, 7], device=device), torch.tensor([3], device=device)
     q = inputs(7, 7, device=device)[0]
-    suite.check_op(raw_op, [q, k, v, sink, cu_seqlens, seed, True, 0.3, 2, 5.0, 0.5, 3])
-    suite.check_op(raw_op, [q, k, v[..., :5].detach().requires_grad_(), *none, True, 0.3, None, 0.0, 0.0, 0])
+    suite.check_op(raw_op, [q, k, v, sink, cu_seqlens, None, seed, 0.3, 1, 0, 5.0, 0.5, 3])
+    suite.check_op(raw_op, [q, k, v, *plain._replace(key_ranges=document_ranges(cu_seqlens))])
+    suite.check_op(raw_op, [q, k, v[..., :5].detach().requires_grad_(), *plain])
     suite.check_second_derivative_raises(flash_attention, [q, k, v])
 
 
@@ -152,7 +158,7 @@ def test_custom_op_contract(device):
 def test_same_bits_on_every_run_and_thread_count(device, heads):
     """Few heads are split by their queries, and the parts' gradients of keys added."""
     args = inputs(400, 400, heads=heads[0], kv_heads=heads[1], d=16, device=device)
-    suite.check_deterministic(both(dropout_p=0.1, seed=3)[0], args)
+    suite.check_deterministic(both(dropout_p=0.1, dropout_seed=3)[0], args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -201,11 +207,11 @@ def test_dropout_drops_what_it_says(device):
     q, k = (torch.zeros(256, 2, 2, 8, device=device) for _ in range(2))
     v = torch.ones_like(k)
     run = functools.partial(flash_attention, q, k, v, causal=False, dropout_p=0.3)
-    kept = run(seed=5) * 0.7
+    kept = run(dropout_seed=5) * 0.7
     assert (kept - 0.7).abs().max() < 6 * (0.21 / 256) ** 0.5
     assert (kept.mean() - 0.7).abs() < 5 * (0.21 / (256 * 256 * 4)) ** 0.5
-    assert torch.equal(run(seed=5), run(seed=torch.tensor([5], device=device)))
-    assert not torch.equal(run(seed=5), run(seed=6))
+    assert torch.equal(run(dropout_seed=5), run(dropout_seed=torch.tensor([5], device=device)))
+    assert not torch.equal(run(dropout_seed=5), run(dropout_seed=6))
     torch.manual_seed(0)
     first = run()
     torch.manual_seed(0)
@@ -225,7 +231,7 @@ def test_no_scores_in_memory(device):
         pytest.skip("compiled code has no such tensor")
     q = torch.randn(32768, 1, 1, 8)
     with torch.profiler.profile(profile_memory=True) as profile:
-        flash_attention(q, q, q, window=64)
+        flash_attention(q, q, q, window_size=(63, 0))
     assert max(event.cpu_memory_usage for event in profile.key_averages()) < 64 << 20
 
 
@@ -235,25 +241,30 @@ def test_bad_arguments_are_named(device):
         (TypeError, "q must be a tensor, got list", ([1.0], k, v), {}),
         (TypeError, "k must be float32", (q, k.long(), v), {}),
         (TypeError, "v is torch.float16, but q is torch.float32", (q, k, v.half()), {}),
-        (ValueError, r"k must be \[s, b, heads, d\], got \[6, 8\]", (q, k[:, 0, 0], v), {}),
+        (ValueError, r"k must be \[s, b, h, d\] \(tensor_format='sbhd'\), got \[6, 8\]", (q, k[:, 0, 0], v), {}),
         (ValueError, "k must have the batch 1 and the d 8 of q", (q, k[..., :4], v), {}),
         (ValueError, r"v must have the shape of k, \[6, 1, 1, 8\], but for d", (q, k, v[:3]), {}),
         (ValueError, "the last dimension of v must be at least 1", (q, k, v[..., :0]), {}),
         (ValueError, "k has 3 heads, which do not divide the 2 heads of q", (q, *[k.expand(6, 1, 3, 8)] * 2), {}),
         (ValueError, "q has 6 queries for the 4 keys", (k.expand(6, 1, 2, 8), q, q), {}),
         (TypeError, "causal must be a bool", (q, k, v), {"causal": 1}),
-        (TypeError, "scale must be a Python float", (q, k, v), {"scale": "1"}),
-        (ValueError, "scale must be finite", (q, k, v), {"scale": float("inf")}),
-        (TypeError, "window must be an int or None", (q, k, v), {"window": 2.0}),
-        (ValueError, "window must be at least 1", (q, k, v), {"window": 0}),
-        (ValueError, "window needs causal=True", (q, k, v), {"window": 2, "causal": False}),
+        (TypeError, "softmax_scale must be a Python float", (q, k, v), {"softmax_scale": "1"}),
+        (ValueError, "softmax_scale must be finite", (q, k, v), {"softmax_scale": float("inf")}),
+        (
+            TypeError,
+            r"a causal window of 2 tokens, the query's own included, is \(1, 0\)",
+            (q, k, v),
+            {"window_size": 2},
+        ),
+        (TypeError, "window_size must be a pair of ints", (q, k, v), {"window_size": (2.0, 0)}),
+        (ValueError, "window_size must be at least 0, or -1", (q, k, v), {"window_size": (-2, 0)}),
         (TypeError, "sink must be a tensor", (q, k, v), {"sink": 0.0}),
         (ValueError, r"sink must have shape \[2\]", (q, k, v), {"sink": sink[:1]}),
         (TypeError, "softcap must be a Python float or None", (q, k, v), {"softcap": True}),
         (ValueError, "softcap must be finite and above 0", (q, k, v), {"softcap": 0.0}),
         (TypeError, "dropout_p must be a number", (q, k, v), {"dropout_p": "0.1"}),
         (ValueError, "dropout_p must be from 0 to 1", (q, k, v), {"dropout_p": 1.5}),
-        (ValueError, "seed must fit 64 bits", (q, k, v), {"dropout_p": 0.5, "seed": 2**64}),
+        (ValueError, "seed must fit 64 bits", (q, k, v), {"dropout_p": 0.5, "dropout_seed": 2**64}),
         (TypeError, "cu_seqlens must be an int32 or int64 tensor", (q, k, v), {"cu_seqlens": [0, 4]}),
         (ValueError, "cu_seqlens must have shape", (q, k, v), {"cu_seqlens": torch.zeros(1, dtype=torch.int64)}),
         (ValueError, "cu_seqlens needs as many queries as keys", (q, k, v), {"cu_seqlens": torch.tensor([0, 6])}),

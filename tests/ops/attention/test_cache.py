@@ -1,40 +1,45 @@
-"""Bounds of documents are made once for all layers and for the backward."""
+"""Bounds of documents and ranges are made once for all layers and for the backward."""
 
 import pytest
 import torch
 
 from parallel_ops import flash_attention
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.context_parallel.schedule import blocks
-from parallel_ops.context_parallel.schedule.blocks import Options, _within_documents
 from parallel_ops.models import Transformer, TransformerConfig
-from parallel_ops.ops.attention import block, documents
-from parallel_ops.ops.attention.block import attention_bounds
+from parallel_ops.ops.attention import cache, options, ranges
+from parallel_ops.ops.attention.ranges import attention_bounds, document_ranges, range_bounds
 
 
 @pytest.fixture
 def searches(monkeypatch):
-    """A list that gets an element for each search by which bounds are made."""
+    """A list that gets an element whenever the ranges of documents are made."""
     found = []
 
-    def counted(*arguments, **options):
+    def counted(*arguments, **given):
         found.append(None)
-        return original(*arguments, **options)
+        return document_ranges(*arguments, **given)
 
-    original = block.document_bounds
-    for module in (block, blocks):
-        monkeypatch.setattr(module, "document_bounds", counted)
+    monkeypatch.setattr(options, "document_ranges", counted)
+    return found
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """A list that gets an element whenever the places of queries or keys are listed, which every mask needs."""
+    found, original = [], ranges._places
+    monkeypatch.setattr(ranges, "_places", lambda *a: found.append(None) or original(*a))
     return found
 
 
 @pytest.fixture(autouse=True)
 def nothing_made():
-    documents._made.clear()
+    cache._made.clear()
 
 
-def bounds(cu_seqlens, length=64, **options):
+def bounds(cu_seqlens, length=64, **given):
     tokens = TokenRange(0, length)
-    return attention_bounds(tokens, tokens, causal=True, cu_seqlens=cu_seqlens, **options)
+    found = options.AttentionOptions(cu_seqlens=cu_seqlens).ranges(64)
+    return attention_bounds(tokens, tokens, right=0, ranges=found, **given)
 
 
 def test_once_a_call_of_a_model(searches):
@@ -50,8 +55,8 @@ def test_another_mask_and_other_values():
     starts = torch.tensor([0, 20, 64])
     first = bounds(starts)
     assert bounds(starts).spans is first.spans
-    assert bounds(starts, window=8).spans is not first.spans
-    assert torch.equal(bounds(starts, window=8).spans[0, 18:22], torch.tensor([11, 12, 20, 20], dtype=torch.int32))
+    assert bounds(starts, left=7).spans is not first.spans
+    assert torch.equal(bounds(starts, left=7).spans[0, 18:22], torch.tensor([11, 12, 20, 20], dtype=torch.int32))
     starts[1] = 30
     assert bounds(starts).spans[0, 25] == 0
     assert bounds(starts.clone()).spans is not bounds(starts).spans
@@ -60,25 +65,26 @@ def test_another_mask_and_other_values():
         assert bounds(unversioned).spans is not bounds(unversioned).spans
 
 
-def test_a_ring_makes_those_of_a_block_once(searches):
-    starts = torch.tensor([0, 20, 64])
-    options = Options(True, None, 1.0, 0.0, 0.0, None, starts)
+def test_a_ring_makes_those_of_a_block_once(places):
     own, others = [TokenRange(32, 32)], [TokenRange(0, 32)]
+    found = document_ranges(torch.tensor([0, 20, 64]))
     for from_keys in (False, True, True):
-        _within_documents(own, others, options, from_keys)
-    assert len(searches) == 2  # one for each side
-    _within_documents(own, own, options, False)
-    assert len(searches) == 3
+        range_bounds(own, others, None, 0, found, from_keys=from_keys)
+    made = len(places)
+    range_bounds(own, others, None, 0, found, from_keys=True)
+    assert len(places) == made
+    range_bounds(own, own, None, 0, found, from_keys=False)
+    assert len(places) > made
 
 
 def test_what_is_kept_is_little():
     for _ in range(10):
         bounds(torch.tensor([0, 20, 64]))
-    assert len(documents._made) <= 4
+    assert len(cache._made) <= 4
     starts = torch.tensor([0, 20, 64])
     for length in range(1, 600):
-        documents.once(starts, length, object)
-    assert len(documents._made[id(starts)][2]) <= 512
+        cache.once(starts, length, object)
+    assert len(cache._made[id(starts)][2]) <= 512
 
 
 def test_another_tensor_at_the_same_place_in_memory():

@@ -1,7 +1,7 @@
-"""Bounds of documents, made once for all layers of a model's call and for its backward.
+"""Bounds of documents and ranges, made once for all layers of a model's call and for its backward.
 
-They depend on ``cu_seqlens`` and on which tokens are queries and keys. A model gives each layer the same tensor, so
-what was made of it is kept as long as it lives and holds the same values.
+They depend on ``cu_seqlens`` or ``key_ranges``, and on which tokens are queries and keys. A model gives each layer the
+same tensor, so results made of it are kept as long as it lives and holds the same values.
 """
 
 import weakref
@@ -21,21 +21,21 @@ _MOST_TENSORS, _MOST_RESULTS = 4, 512
 _made: "dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Hashable, object]]]" = {}
 
 
-def once(cu_seqlens: Tensor, key: Hashable, make: Callable[[], T]) -> T:
+def once(source: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     """``make()``, or what it returned for the same tensor and ``key``.
 
     Args:
-        key: all that the result depends on beside the values of ``cu_seqlens``.
+        key: all that the result depends on beside the values of ``source``.
     """
-    if _changes_unseen(cu_seqlens):
+    if _changes_unseen(source):
         return make()
-    found = _made.get(id(cu_seqlens))
-    state = cu_seqlens._version, _stream(cu_seqlens)
-    if found is None or found[0]() is not cu_seqlens or found[1] != state:
-        _made.pop(id(cu_seqlens), None)
+    found = _made.get(id(source))
+    state = source._version, _stream(source)
+    if found is None or found[0]() is not source or found[1] != state:
+        _made.pop(id(source), None)
         while len(_made) >= _MOST_TENSORS:
             _made.pop(next(iter(_made)), None)
-        found = _made[id(cu_seqlens)] = weakref.ref(cu_seqlens), state, {}
+        found = _made[id(source)] = weakref.ref(source), state, {}
     results = found[2]
     if key not in results:
         if len(results) >= _MOST_RESULTS:
