@@ -37,6 +37,8 @@ def cases_of(size):
             yield Case(19, batch=2, **options)
             yield Case(19, head_dim=6, head_dim_v=4, **options)
             yield Case(size - 1, causal=False, sink=True, **options)
+            frames = (0,) * 19, tuple(min(i // 4 * 4 + 3, 18) for i in range(19))
+            yield Case(19, causal=False, ranges=frames, **options)
             yield Case(19, window=6, sink=True, softcap=2.0, dropout_p=0.3, documents=documents, **options)
 
 
@@ -63,6 +65,7 @@ def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str 
         dropout_p=case.dropout_p,
         dropout_seed=SEED,
         cu_seqlens=case.cu_seqlens,
+        key_ranges=case.options().key_ranges,
         length=case.length,
         **options,
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import ring_attention
+from parallel_ops.ops.attention import block_causal_ranges
 from support.context_parallel import inputs
 from support.distributed import Raised, Ranks, ranks
 
@@ -25,6 +26,8 @@ def mismatched(rank: int, what: str) -> None:
         "window": {"window_size": (3 + rank, 0)},
         "seed": {"dropout_p": 0.5, "dropout_seed": rank},
         "documents": {"cu_seqlens": torch.tensor([0, 3 + rank, 6 * world])},
+        "ranges": {"key_ranges": block_causal_ranges(2 + rank, length=6 * world)},
+        "ranges of one rank": {"key_ranges": block_causal_ranges(2, length=6 * world) - int(last)},
         "documents too short": {"cu_seqlens": torch.tensor([0, 3, 6])},
         "documents that fall": {"cu_seqlens": torch.tensor([0, 5, 3, 6 * world])},
         "length": {"length": 6 * world - 1},
@@ -67,6 +70,8 @@ def killed(rank: int, victim: int) -> None:
         ("window", "window_size=(4, 0)"),
         ("seed", "seed=1"),
         ("documents", "documents=(0, 4, "),
+        ("ranges", "key_ranges="),
+        ("ranges of one rank", "ring_attention: key_ranges: the first key of row 0 is -1"),
         ("documents too short", "cu_seqlens must rise from 0 to"),
         ("documents that fall", "cu_seqlens must rise from 0 to"),
         ("length", "rejected its arguments"),

@@ -248,6 +248,6 @@ def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
         q, kv = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 8)
         carry = _blocks.SoftmaxAccumulator(q, 4, own, case.options())
         for shard in shards:
-            parts = token_ranges.visible_keys(shard, own, True, None)
+            parts = token_ranges.visible_keys(shard, own, None, 0)
             carry.add(kv[: token_ranges.count_tokens(parts)], parts)
         assert len(calls) == (rank + 1 if layout == "contiguous" else 8)

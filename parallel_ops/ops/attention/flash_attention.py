@@ -95,9 +95,10 @@ def flash_attention(
             sees keys of its own document. The host does not read its values, so they are not checked.
         key_ranges: ``(first, last)``, int32 ``[sq]`` each, or both as one tensor ``[2, sq]``, on the device of ``q``:
             query i sees the keys j with ``first[i] <= j <= last[i]``, none if its first is after its last. Neither
-            decreases from query to query. ``parallel_ops.ops.attention.ranges`` makes them for documents, prefixes and
-            blocks; layers that pass the same tensor share what is made of it. ``causal``, ``window_size`` and
-            ``cu_seqlens``, where given too, cut it. Values are checked on CPUs only.
+            decreases from query to query. ``parallel_ops.ops.attention`` has ``document_ranges``, ``prefix_ranges``,
+            ``block_causal_ranges``, ``causal_ranges`` and ``intersect_ranges``; layers that pass the same tensor share
+            what is made of it. ``causal``, ``window_size`` and ``cu_seqlens``, where given too, cut it. Values are
+            checked on CPUs only.
         first_head: the index of the first of these heads among those of all ranks, for dropout.
         tensor_format: order of the dimensions of q, k, v and the result: ``"sbhd"``, ``"bshd"`` (FlashAttention's) or
             ``"bhsd"`` (SDPA's). Nothing is copied.
