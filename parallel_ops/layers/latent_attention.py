@@ -37,7 +37,7 @@ from parallel_ops.layers.parameters import (
 from parallel_ops.ops import rotary_embedding
 from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
-# Of the norms of the narrow vectors, whatever that of the others is.
+# DeepSeek fixes eps=1e-6 for the q and kv latent norms, independent of the model's norm_eps.
 _NORM_EPS = 1e-6
 
 

@@ -22,7 +22,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank's tokens are in the sequence.
+    """Places of this rank's tokens in the sequence.
 
     Attributes:
         layout: how the sequence is split; ``None`` for one rank. rank: this rank in it.
@@ -77,7 +77,7 @@ class Context:
         return SequenceLayout(s, self.ranks, self.cp_layout).lengths
 
     def place(self, s: int, *, whole: bool, device: torch.device) -> Place:
-        """Where this rank's tokens are.
+        """The places of this rank's tokens.
 
         Args:
             s: tokens of the whole sequence with ``whole``; otherwise the tokens of this rank, the same on every rank.

@@ -1,4 +1,4 @@
-"""What the attention kernels share: tiles of tokens, what of them is seen, scores, what dropout keeps.
+"""Shared by the attention kernels: tiles of tokens, bounds of masks, scores, dropout.
 
 A kernel walks from a block of *own* tokens along the *others*: a query block along keys forward and for dQ, a key block
 along queries for dK and dV. What an own token sees is a run of adjacent others, between two bounds. The walk goes from
@@ -44,7 +44,7 @@ def load_tile(
     """``[TOKENS, BLOCK_DIMS]`` from the token ``start`` on, zero outside."""
     token = tl.arange(0, TOKENS)[:, None]
     dim = tl.arange(0, BLOCK_DIMS)[None, :]
-    # What differs between tiles is one scalar of 64 bits; 32 bits a thread hold the rest, or 64 for wide strides.
+    # Tiles differ by one scalar of 64 bits; 32 bits a thread hold the rest, or 64 for wide strides.
     pointers = base + tl.cast(start, tl.int64) * stride + (token * stride + dim)
     if MASKED:
         if DIMS < BLOCK_DIMS:
@@ -86,7 +86,7 @@ def walk(
     block, own_count, other_count, low, high, spans_ptr, spans_stride,
     OWN: tl.constexpr, OTHERS: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
-    """Where the walk of a block begins, where its wholly visible tiles do, where they end, where it ends."""
+    """Start of a block's walk, start and end of its wholly visible tiles, end of the walk."""
     first_own = block * OWN
     if spans_ptr is None:
         last_own = tl.minimum(first_own + OWN, own_count) - 1
@@ -134,7 +134,7 @@ def kept(
     seed, last_dropped, query, key, step, head, batch,
     KEYS: tl.constexpr, BY_FOUR: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """What dropout keeps of a tile of ``KEYS`` keys, the first at place ``key``, by queries at the places ``query``.
+    """The keep mask of dropout for a tile of ``KEYS`` keys, the first at place ``key``, and queries at places ``query``.
 
     ``[queries, keys]``, or the other way round if ``KEYS_FIRST``. ``BY_FOUR``: the keys are adjacent and ``key`` is a
     multiple of four, so four keys share a draw.

@@ -49,7 +49,7 @@ class Dropout(Protocol):
 
 
 class _Draws(NamedTuple):
-    """What kernels need to draw beside the seed: words up to ``last_dropped`` are dropped."""
+    """Arguments of dropout beside the seed: words up to ``last_dropped`` are dropped."""
 
     kept_scale: float = 1.0
     last_dropped: int | None = None
@@ -97,7 +97,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _hints(strides: tuple[int, ...]) -> dict[str, int | bool]:
-    """What divides all strides, and whether offsets within a tile of up to 512 tokens take more than 32 bits."""
+    """A divisor of all strides, and whether offsets within a tile of up to 512 tokens take more than 32 bits."""
     return {"UNIT": unit_of(*strides), "WIDE": max(strides) >= 2**22}
 
 
@@ -253,12 +253,12 @@ def _backward(
 
 
 def _part(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of dk or dv, ``[keys, splits * batch, kv_heads, dims]``."""
+    """A buffer for parts of dk or dv, ``[keys, splits * batch, kv_heads, dims]``."""
     return torch.empty(shape, dtype=torch.float32, device=device).permute(2, 0, 1, 3)
 
 
 def _bytes_of_a_head(a: Tensor, b: Tensor) -> int:
-    """Of all tokens of one head and batch."""
+    """Bytes of all tokens of one head and batch."""
     return a.shape[0] * (a.shape[3] + b.shape[3]) * a.element_size()
 
 

@@ -1,4 +1,4 @@
-"""How many programs the attention kernels run, and in which order.
+"""Number and order of the programs of the attention kernels.
 
 A program keeps a block of queries or of keys, and takes as long as the walk along what the block sees: under a causal
 mask some take many times as long as others. With all registers of a multiprocessor it runs there alone. So a grid fills
@@ -16,7 +16,7 @@ _SECTION_BYTES = 32 << 20
 
 
 def section_of(pairs: int, bytes_of_a_head: int, sharing: int = 1) -> int:
-    """How many pairs of a head and a batch run at a time: as many as have their tensors in the L2 cache.
+    """Number of pairs of a head and a batch that run at a time: as many as have their tensors in the L2 cache.
 
     Args:
         bytes_of_a_head: what the programs of a pair read. sharing: adjacent pairs that read the same.

@@ -75,7 +75,7 @@ _FP32_NARROW = {
 # and dropout together.
 _MERGED = {90: (Tile(32, 32), Tile(64, 16, stages=3)), 100: (Tile(64, 64, stages=3), Tile(64, 32, stages=1))}
 _LEAST_KEYS = {(100, 128): Tile(32, 32, stages=3)}
-# Where wgmma does not take the products of 64 dims, whose operands registers hold then.
+# For GEMMs of 64 dims that wgmma does not take: registers hold their operands.
 _FP32_FORWARD, _FP32_QUERIES = Tile(32, 32, stages=1), Tile(32, 32)
 
 

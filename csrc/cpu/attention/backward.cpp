@@ -14,7 +14,7 @@ namespace {
 // A row of the sums below, the same for all engines: whole vectors of each.
 inline int64_t sums_row(int64_t d) { return round_up(d, 16); }
 
-// Where the gradients of keys and values are summed: [sk and some more, row] each, the keys' first.
+// Sums of the gradients of keys and values: [sk and some more, row] each, the keys' first.
 template <class A>
 struct KeySums {
   A *k, *v;
