@@ -134,7 +134,7 @@ def kept(
     seed, last_dropped, query, key, step, head, batch,
     KEYS: tl.constexpr, BY_FOUR: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The keep mask of dropout for a tile of ``KEYS`` keys, the first at place ``key``, and queries at places ``query``.
+    """The keep mask of dropout for a tile of ``KEYS`` keys, the first at place ``key``, and queries at ``query``.
 
     ``[queries, keys]``, or the other way round if ``KEYS_FIRST``. ``BY_FOUR``: the keys are adjacent and ``key`` is a
     multiple of four, so four keys share a draw.

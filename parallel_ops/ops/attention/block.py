@@ -159,9 +159,11 @@ def _taken_by_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskBounds, options: AttentionOptions, dropout: Dropout | None
 ) -> tuple[str, AttentionOptions] | None:
     """The backend of torch that computes the block, and the block's options; ``None`` if this package's kernels do."""
+    if options.backend == "triton" or (options.backend == "auto" and q.is_cpu):
+        return None
     causal = mask.right == 0 and q.shape[0] == k.shape[0]
     full = mask.right is None and mask.left is None
-    if options.backend == "triton" or mask.spans is not None or dropout is not None or not (causal or full):
+    if mask.spans is not None or dropout is not None or not (causal or full):
         return None
     block = options._replace(
         cu_seqlens=None, key_ranges=None, left=None if mask.left is None else -mask.left, right=mask.right
@@ -234,9 +236,8 @@ def attention_backward(
     if not q.is_cuda:
         rows = attention_gradient_rows(grad_out, out, statistics)
         block_attention_backward(
-            grad_out, q, k, v, rows, mask, options._replace(backend="triton"), dropout=dropout, dq=dq, dk=dk, dv=dv,
-            accumulate_dq=False,
-        )  # fmt: skip
+            grad_out, q, k, v, rows, mask, options, dropout=dropout, dq=dq, dk=dk, dv=dv, accumulate_dq=False
+        )
         return rows
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
 

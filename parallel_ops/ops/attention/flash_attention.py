@@ -141,7 +141,8 @@ def flash_attention(
         torch.Size([128, 2, 8, 32])
     """
     check_tensors(NAME, q, k, v, tensor_format)
-    q, k, v = (to_sbhd(t, tensor_format) for t in (q, k, v))
+    if tensor_format != "sbhd":
+        q, k, v = (to_sbhd(t, tensor_format) for t in (q, k, v))
     options = attention_options(
         NAME, q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, sink=sink, softcap=softcap,
         dropout_p=dropout_p, dropout_seed=dropout_seed, cu_seqlens=cu_seqlens, key_ranges=key_ranges,
@@ -235,11 +236,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
         out = torch.empty_like(out, dtype=statistics.dtype)
         begin_carry(out, statistics, options.sink)
     if mask is not None:
-        block_attention(
-            q, k, v, mask, options._replace(backend="triton"), dropout=dropout, out=out, statistics=statistics,
-            merge=merge,
-        )  # fmt: skip
-    return out.to(q.dtype), statistics
+        ours = options if options.backend == "auto" and q.is_cpu else options._replace(backend="triton")
+        block_attention(q, k, v, mask, ours, dropout=dropout, out=out, statistics=statistics, merge=merge)
+    return out.to(q.dtype) if merge else out, statistics
 
 
 def backward(

@@ -148,17 +148,17 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor, tensor_format: Tenso
 
 
 def _misfit(q: Tensor, k: Tensor, v: Tensor, tensor_format: str) -> str | None:
-    b, h = tensor_format.index("b"), tensor_format.index("h")
-    heads, kv_heads = q.shape[h], k.shape[h]
-    if k.shape[b] != q.shape[b] or k.shape[3] != q.shape[3]:
-        return f"k must have the batch {q.shape[b]} and the d {q.shape[3]} of q, got {list(k.shape)}"
+    b, h = (1, 2) if tensor_format == "sbhd" else (tensor_format.index("b"), tensor_format.index("h"))
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    heads, kv_heads = of_q[h], of_k[h]
+    if of_k[b] != of_q[b] or of_k[3] != of_q[3]:
+        return f"k must have the batch {of_q[b]} and the d {of_q[3]} of q, got {list(of_k)}"
     if kv_heads == 0 or heads % kv_heads:
         return f"k has {kv_heads} heads, which do not divide the {heads} heads of q"
-    if v.shape[:3] != k.shape[:3]:
-        return f"v must have the shape of k, {list(k.shape)}, but for d, got {list(v.shape)}"
-    for name, t in (("q", q), ("v", v)):
-        if t.shape[3] == 0:
-            return f"the last dimension of {name} must be at least 1, got 0"
+    if of_v[:3] != of_k[:3]:
+        return f"v must have the shape of k, {list(of_k)}, but for d, got {list(of_v)}"
+    if of_q[3] == 0 or of_v[3] == 0:
+        return f"the last dimension of {'v' if of_q[3] else 'q'} must be at least 1, got 0"
     return None
 
 
