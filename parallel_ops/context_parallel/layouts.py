@@ -34,6 +34,12 @@ class SequenceLayout:
 
     Raises:
         TypeError, ValueError: ``length`` or ``ranks`` is not a count, ``cp_layout`` is unknown.
+
+    Examples:
+        >>> from parallel_ops import SequenceLayout
+        >>> layout = SequenceLayout(length=10, ranks=2)
+        >>> layout.positions(0).tolist(), layout.lengths
+        ([0, 1, 2, 8, 9], (5, 5))
     """
 
     length: int
@@ -110,6 +116,14 @@ def split_sequence(x: Tensor, group: ProcessGroup | None, *, cp_layout: str = "z
         x: any shape and dtype; its dimension ``dim`` is the sequence.
         group: the ranks that share the sequence; ``None`` for one.
         cp_layout: as in ``ring_attention``.
+
+    Sharding: x replicated, the result S(dim) over group, in the tokens of the layout.
+
+    Examples:
+        >>> import torch
+        >>> from parallel_ops import split_sequence
+        >>> split_sequence(torch.arange(10), None).shape  # group=mesh["cp"].get_group() under torchrun
+        torch.Size([10])
     """
     return SequenceLayout(x.shape[dim], group_size(group), cp_layout).shard(x, group_rank(group), dim=dim)
 
@@ -126,6 +140,14 @@ def join_sequence(
 
     Raises:
         TypeError, ValueError: on every rank and before data moves.
+
+    Sharding: x S(dim) over group, in the tokens of the layout, the result replicated.
+
+    Examples:
+        >>> import torch
+        >>> from parallel_ops import join_sequence
+        >>> join_sequence(torch.arange(10), None).shape  # group=mesh["cp"].get_group() under torchrun
+        torch.Size([10])
     """
     size = group_size(group)
     whole = SequenceLayout(x.shape[dim] * size if length is None else length, size, cp_layout)
