@@ -199,7 +199,7 @@ def test_a_length_that_tensor_parallel_ranks_cannot_split():
 
 
 def test_wrong_options():
-    with pytest.raises(ValueError, match="kind must be one of zigzag"):
+    with pytest.raises(ValueError, match="cp_layout must be one of zigzag"):
         Transformer(CONFIG, cp_layout="spiral")
     with pytest.raises(TypeError, match="cu_seqlens must be None for this core"):
         Transformer(CONFIG, core_attention=unfused)(
