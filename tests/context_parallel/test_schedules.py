@@ -222,7 +222,7 @@ def shape_of(case, size, itemsize):
 @given(drawn=cases(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_the_cost_is_what_is_sent(drawn, dtype):
     case, size = drawn
-    case = dataclasses.replace(case, documents=None, dropout_p=0.0, head_dim_v=None)
+    case = dataclasses.replace(case, documents=None, ranges=None, dropout_p=0.0, head_dim_v=None)
     want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Algorithm(case.ulysses_degree, case.all_gather))
     assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
 
