@@ -8,11 +8,11 @@ Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the last fac
 AdamW are taken over, Liu et al., arXiv:2502.16982. The values are those of ``torch.optim.Muon`` with
 ``adjust_lr_fn="match_rms_adamw"``, bit by bit.
 
-NS needs a whole matrix, and ranks hold shards: the momentum is sharded as the parameter is, the update is gathered in
-bfloat16, in which NS computes, and each rank takes its part of the result. All ranks compute NS of all matrices.
+NS needs a whole matrix, and ranks hold shards: the momentum is sharded as the parameter is. Each matrix has an owner
+among the ranks that share it, which computes NS; updates travel in bfloat16, in which NS computes (``muon_owners``).
 
-Experts are stacked, ``[experts, rows, columns]``: each expert's gate, up and down is a matrix of its own. A rank
-computes NS of the experts that it holds, and gathers only what shards their rows or columns.
+Experts are stacked, ``[experts, rows, columns]``: each expert's gate, up and down is a matrix of its own. Experts stay
+on the ranks that hold them.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.distributed.shards import local_box
+from parallel_ops.train.step.muon_owners import Matrix, Round, exchange, interleaved, rounds_of
 
 _COEFFICIENTS, _STEPS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 # Elements of a stack at a time: NS has four tensors of that size, 128 MiB each.
@@ -39,6 +39,7 @@ class MuonAndAdamW(torch.optim.AdamW):
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
+    _rounds: tuple[list[Tensor], list[Round]] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -48,67 +49,84 @@ class MuonAndAdamW(torch.optim.AdamW):
             result = super().step(closure)
         finally:
             self.param_groups = every
-        for group in every:
-            if group.get("momentum") is not None:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+        of = {p: group for group in every if group.get("momentum") is not None for p in group["params"]}
+        of = {parameter: group for parameter, group in of.items() if parameter.grad is not None}
+        for parameter in of:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+                state["step"] = torch.zeros((), device=parameter.device)  # AdamW's load_state_dict wants one of each
+
+        def orthogonal(matrices: list[Matrix], updates: list[Tensor]) -> list[Tensor]:
+            return _orthogonal(updates, [(m.index is None, of[m.parameter].get("joined", 1)) for m in matrices])
+
+        interleaved(
+            exchange(
+                part, lambda m: self._momentum(m, of[m.parameter]), orthogonal,
+                lambda m, found: self._update(m, found, of[m.parameter]),
+            )
+            for part in self._rounds_of(of)
+        )  # fmt: skip
         return result
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, beta, lr = self.state[parameter], group["momentum"], group["lr"]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["step"] = torch.zeros((), device=parameter.device)  # AdamW's load_state_dict wants one of each
-        assert parameter.grad is not None
-        gradient, momentum, weight = (_local(t) for t in (parameter.grad, state["momentum_buffer"], parameter))
+    def _rounds_of(self, of: dict[Tensor, dict[str, Any]]) -> list[Round]:
+        """Owners of the matrices; decided anew where other parameters have gradients."""
+        if self._rounds is None or [id(p) for p in self._rounds[0]] != [id(p) for p in of]:
+            self._rounds = list(of), rounds_of(list(of), lambda p: _cost(p, of[p].get("joined", 1)))
+        return self._rounds[1]
+
+    def _momentum(self, matrix: Matrix, group: dict[str, Any]) -> Tensor:
+        """Moves this rank's part of the momentum; returns that of the update, in bfloat16."""
+        assert matrix.parameter.grad is not None
+        beta, momentum = group["momentum"], _part(matrix, self.state[matrix.parameter]["momentum_buffer"])
+        gradient = _part(matrix, matrix.parameter.grad)
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         moved = momentum.lerp(gradient, 1 - beta)
-        update = gradient.lerp(moved, beta).bfloat16()
-        joined = group.get("joined", 1)
-        rows, columns = parameter.shape[-2] // joined, parameter.shape[-1]
+        self._set(momentum, moved)
+        return gradient.lerp(moved, beta).bfloat16()
+
+    def _update(self, matrix: Matrix, orthogonal: Tensor, group: dict[str, Any]) -> None:
+        weight, lr = _part(matrix, matrix.parameter), group["lr"]
+        rows, columns = matrix.shape[0] // group.get("joined", 1), matrix.shape[1]
         new = weight * (1 - lr * group["weight_decay"])
-        new.add_(_orthogonal(parameter, update, joined), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
-        if self.found_inf is None:
-            momentum.copy_(moved)
-            weight.copy_(new)
-            return
-        bad = self.found_inf.to(weight.device) != 0
-        momentum.copy_(torch.where(bad, momentum, moved))
-        weight.copy_(torch.where(bad, weight, new))
+        self._set(weight, new.add_(orthogonal, alpha=-lr * 0.2 * max(rows, columns) ** 0.5))
+
+    def _set(self, t: Tensor, new: Tensor) -> None:
+        """Replaces values, but where gradients are not finite."""
+        t.copy_(new if self.found_inf is None else torch.where(self.found_inf.to(t.device) != 0, t, new))
 
 
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
+def _part(matrix: Matrix, t: Tensor) -> Tensor:
+    """This rank's part of a matrix, in its parameter or a tensor that is sharded alike."""
+    own = t.to_local() if isinstance(t, DTensor) else t
+    return own if matrix.index is None else own[matrix.index]
 
 
-def _orthogonal(parameter: Tensor, update: Tensor, joined: int) -> Tensor:
-    """NS of the whole update, of which each rank has its part of ``parameter``; returns this rank's part."""
-    if not isinstance(parameter, DTensor):
-        return _each(update, joined)
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    stacked = parameter.dim() > 2
-    # Experts stay where they are.
-    whole = [p if stacked and getattr(p, "dim", None) == 0 else Replicate() for p in placements]
-    if whole != list(placements):
-        given = DTensor.from_local(
-            update, mesh, placements, shape=shape, stride=torch.empty(shape, device="meta").stride(), run_check=False
-        )
-        update = given.redistribute(mesh, whole).to_local()
-    found = _each(update, joined)
-    starts, sizes = local_box(parameter)
-    own = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return found[(slice(None), *own[1:]) if stacked else tuple(own)]
+def _cost(parameter: Tensor, joined: int) -> float:
+    """Operations of NS for a matrix of a parameter, without a factor."""
+    rows, columns = parameter.shape[-2] // joined, parameter.shape[-1]
+    return float(joined * min(rows, columns) ** 2 * (2 * max(rows, columns) + min(rows, columns)))
 
 
-def _each(update: Tensor, joined: int) -> Tensor:
-    """NS of a matrix, or of each of a stack, some at a time."""
-    if update.dim() == 2:
-        return newton_schulz(update)
-    matrices = update.unflatten(1, (joined, -1)).flatten(0, 1)
-    some = max(1, _ELEMENTS // matrices[0].numel()) if len(matrices) else 1
-    return torch.cat([newton_schulz(part) for part in matrices.split(some)]).view(update.shape)
+def _orthogonal(updates: list[Tensor], kinds: list[tuple[bool, int]]) -> list[Tensor]:
+    """NS of whole matrices. ``kinds``: if it is no part of a stack, and how many matrices lie one below the other."""
+    found = [newton_schulz(update) if kind == (True, 1) else None for update, kind in zip(updates, kinds, strict=True)]
+    stacks: dict[Any, list[int]] = {}
+    for at, (update, (_, joined)) in enumerate(zip(updates, kinds, strict=True)):
+        if found[at] is None:
+            stacks.setdefault((update.shape, joined), []).append(at)
+    for (_, joined), places in stacks.items():
+        for at, result in zip(places, _each(torch.stack([updates[at] for at in places]), joined), strict=True):
+            found[at] = result
+    return [result for result in found if result is not None]
+
+
+def _each(stack: Tensor, joined: int) -> Tensor:
+    """NS of each matrix of a stack, some at a time."""
+    matrices = stack.unflatten(1, (joined, -1)).flatten(0, 1)
+    some = max(1, _ELEMENTS // max(1, matrices[0].numel()))
+    return torch.cat([newton_schulz(part) for part in matrices.split(some)]).view(stack.shape)
 
 
 def newton_schulz(update: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from parallel_ops.models import Transformer
 from parallel_ops.train import CheckpointError
-from parallel_ops.train.step.muon import _each, _orthogonal, newton_schulz
+from parallel_ops.train.step import muon, muon_owners
+from parallel_ops.train.step.muon import MuonAndAdamW, newton_schulz
 from parallel_ops.train.step.optimizer import optimizer_of, update
 from parallel_ops.train.step.settings import GroupSettings, OptimizerSettings
 from support import trainer as runs
@@ -171,6 +172,34 @@ class TestMuon:
             for own, whole in found:
                 torch.testing.assert_close(own, whole, rtol=0, atol=0)
 
+    @pytest.mark.parametrize("kind", ["llama", "experts"])
+    def test_each_matrix_is_orthogonalised_once(self, data, kind):
+        """Over all ranks, and about as much by each."""
+        plans = [{"dp": 4}, {"dp": 4, "zero": 3}, {"tp": 2, "dp": 2, "zero": 1},
+                 {"dp": 4, "dp_replicate": 2, "zero": 2},
+                 {"pp": 2, "tp": 2}, {"cp": 2, "dp": 2, "zero": 2}]  # fmt: skip
+        if kind == "experts":
+            plans = [{"dp": 4, "ep": 2, "zero": 3}, {"tp": 2, "dp": 2, "ep": 4}, {"pp": 2, "dp": 2, "ep": 2, "zero": 2}]
+        sections = {"model": runs.MODELS[kind], "optimizer": MUON}
+        want = orthogonalised(0, [runs.settings_of(data, **sections)])[0]
+        found = ranks(4).run(orthogonalised, [runs.settings_of(data, **sections, parallel=plan) for plan in plans])
+        for plan, each in zip(plans, zip(*found, strict=True), strict=True):
+            assert sorted(shape for shapes in each for shape in shapes) == sorted(want), plan
+            work = [sum(min(s) ** 2 * (2 * max(s) + min(s)) for s in shapes) for shapes in each]
+            assert max(work) < 1.5 * sum(work) / 4, (plan, work)
+
+    def test_messages_of_a_round_pass_while_another_is_computed(self):
+        """A round is gathered before an older one is computed, and scattered after a younger one."""
+        for log in ranks(4).run(rounds_in_turn):
+            began, ends = {}, {}
+            for at, (kind, number) in enumerate(log):
+                (began if kind == "take" else ends if kind == "put" else {}).setdefault(number, at)
+            computed = {number: at for at, (kind, number) in enumerate(log) if kind == "compute"}
+            last = max(began)
+            assert last >= 3
+            for number in range(last):
+                assert began[number + 1] < computed[number] < computed[number + 1] < ends[number]
+
     def test_a_checkpoint_of_the_other_optimizer_is_refused(self, data, tmp_path):
         runs.steps_of(0, runs.settings_of(data, checkpoint={"dir": str(tmp_path)}), steps=1)
         trainer = runs.trainer_of(runs.settings_of(data, optimizer=MUON, checkpoint={"dir": str(tmp_path)}))
@@ -178,16 +207,78 @@ class TestMuon:
             trainer.resume()
 
 
+def orthogonalised(rank, each):
+    """Shapes of the matrices that this rank orthogonalises in a step, for each of several settings."""
+    found = []
+    for settings in each:
+        trainer, shapes = runs.trainer_of(settings), []
+
+        def counted(update, shapes=shapes):
+            shapes += [tuple(update.shape[-2:])] * (update.shape[0] if update.dim() > 2 else 1)
+            return newton_schulz(update)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(muon, "newton_schulz", counted)
+            trainer.step()
+        trainer.loader.close()
+        found.append(shapes)
+    return found
+
+
+def rounds_in_turn(rank):
+    """What this rank does for each round of matrices, one an owner, in order."""
+    mesh, log = init_device_mesh("cpu", (2, 2)), []
+    some = [distribute_tensor(torch.full((4, 4), float(n)), mesh, [Shard(0), Shard(1)]) for n in range(16)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon_owners, "_ROUND_BYTES", 1)
+        found = muon_owners.rounds_of(some, lambda parameter: 1.0)
+
+    def exchanged(number, part):
+        def compute(matrices, whole):
+            log.append(("compute", number))
+            for m, t in zip(matrices, whole, strict=True):
+                assert torch.equal(t, m.parameter.to_local()[0, 0].bfloat16().expand(4, 4))
+            return [t + 1 for t in whole]
+
+        def put(matrix, result):
+            log.append(("put", number))
+            assert torch.equal(result, matrix.parameter.to_local().bfloat16() + 1)
+
+        def take(matrix):
+            log.append(("take", number))
+            return matrix.parameter.to_local().bfloat16()
+
+        return muon_owners.exchange(part, take, compute, put)
+
+    muon_owners.interleaved(exchanged(number, part) for number, part in enumerate(found))
+    return log
+
+
 def stacked_updates(rank, experts):
-    """This rank's part of an update of stacked matrices over two mesh dimensions, and of that of one process."""
+    """This rank's part of a stack of matrices over two mesh dimensions after a step, and that of one process."""
     mesh, found = init_device_mesh("cpu", (2, 2)), []
     torch.manual_seed(0)
-    update = torch.randn(experts, 6, 4)
-    for placements in ([Shard(0), Shard(1)], [Shard(2), Shard(0)], [Replicate(), Shard(0)], [Shard(2), Shard(1)]):
-        whole = distribute_tensor(_each(update.bfloat16(), 2), mesh, placements)
-        part = distribute_tensor(update, mesh, placements)
-        found.append((_orthogonal(part, part.to_local().bfloat16(), 2), whole.to_local()))
+    gradient, weight = torch.randn(2, experts, 6, 4)
+    alone = stepped([weight], [gradient], joined=2)[0]
+    for placements in (
+        [Shard(0), Shard(1)], [Shard(2), Shard(0)], [Replicate(), Shard(0)], [Shard(2), Shard(1)],
+        [Shard(1), Shard(1)], [Replicate(), Replicate()],
+    ):  # fmt: skip
+        parts = [distribute_tensor(t, mesh, placements) for t in (weight, gradient)]
+        own = stepped([parts[0]], [parts[1]], joined=2)[0]
+        found.append((own.to_local(), distribute_tensor(alone, mesh, placements).to_local()))
     return found
+
+
+def stepped(weights, gradients, joined=1):
+    """Weights after two steps of Muon."""
+    parameters = [nn.Parameter(weight.clone()) for weight in weights]
+    own = MuonAndAdamW([{"params": parameters, "momentum": 0.9, "joined": joined}], lr=0.1)
+    for _ in range(2):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        own.step()
+    return [parameter.detach() for parameter in parameters]
 
 
 def momenta(optimizer):
