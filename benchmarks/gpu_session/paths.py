@@ -130,6 +130,10 @@ PATHS: tuple[GpuPath, ...] = (
         "precision", "fp32 main gradients", "`main_grad`, split backward", True, "torch (cuBLAS)",
         proofs=("fp32 weight gradients",), evidence="the same call on CPUs",
     ),
+    GpuPath(
+        "memory", "activations in pinned host memory", '`recompute.offload = "inputs"`, `"all"`', False,
+        "torch (`saved_tensors_hooks`, `copy_`)", evidence="the same code on CPUs, with copies as late as they may be",
+    ),
     GpuPath("graphs", "a step in a CUDA graph", "`torch.cuda.graph` of one's own", False, proofs=("captured step",),
             recorded="H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); changed since"),
     *(_schedule(name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")),

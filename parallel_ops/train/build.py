@@ -113,6 +113,11 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
     precision = settings.precision
     options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
+    options |= {
+        "activation_offload": settings.recompute.offload,
+        "offload_in_flight": settings.recompute.offload_in_flight,
+        "offload_least_bytes": settings.recompute.offload_least_bytes,
+    }
     lora = settings.lora
     if precision.fp8 != "none":
         problem = None if precision.fp8_emulation else device_problem(device)

@@ -99,6 +99,7 @@ class Settings(Section):
 
     def _problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan, optimizer = self.plan, self.optimizer
+        yield from self._offload_problems()
         if not self.data.paths and not self.data.sources:
             yield ("data", "paths"), "is missing"
         if self.data.paths and self.data.sources:
@@ -185,6 +186,13 @@ class Settings(Section):
                 yield ("checkpoint", "keep_best"), "needs an evaluation: evaluation.paths or evaluation.share"
         if keep_best and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.keep_best"
+
+    def _offload_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        if self.recompute.offload == "all" and self.recompute.kind == "selective":
+            other = "'inputs', or recompute.kind none, full or experts"
+            yield ("recompute", "offload"), f"must be {other}: selective recomputation keeps its results itself"
+        if self.recompute.offload != "none" and self.run.compile:
+            yield ("run", "compile"), "must be false with recompute.offload: compiled blocks choose what they save"
 
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan

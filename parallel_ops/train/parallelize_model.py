@@ -32,6 +32,7 @@ from parallel_ops.ops.float8_linear import MULTIPLE
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.planner.plan import Plan
+from parallel_ops.train.offload import LEAST_BYTES, Offload, offload_activations
 from parallel_ops.train.recompute import KINDS, recompute
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +49,9 @@ def parallelize(
     compile: bool = False,
     float8: Float8 = "none",
     float8_bf16_blocks: int = 1,
+    activation_offload: Offload = "none",
+    offload_in_flight: int = 2,
+    offload_least_bytes: int = LEAST_BYTES,
     blocks: str = "layers.*",
 ) -> nn.Module:
     """Parallelizes a model over the ranks of ``mesh``. All ranks call it.
@@ -67,6 +71,8 @@ def parallelize(
             ``"current"``, or ``"emulated"`` on any device. With the plan's ``dtype="bf16"``, and a schedule of
             ``pp`` that computes both gradients at once.
         float8_bf16_blocks: As many blocks at the start, and at the end, that keep bf16.
+        activation_offload, offload_in_flight, offload_least_bytes: Keep activations of blocks in host memory; see
+            ``train.offload``. The model has what ``offload_activations`` returns as ``activation_offload``.
         blocks: Pattern of the blocks' names in ``model.named_modules()``.
 
     Returns:
@@ -77,10 +83,12 @@ def parallelize(
         ValueError: The plan's sizes are not the mesh's; it needs pipeline or expert parallelism, or an unknown kind of
             recomputation or dtype; ``recompute="experts"`` for a model without experts; ``offload`` without shards;
             ``tp`` or ``cp`` for a module that is not a ``Transformer`` or not on the meta device; no block matches
-            ``blocks``; ``float8`` with another dtype or schedule, or for no linear.
+            ``blocks``; ``float8`` with another dtype or schedule, or for no linear;
+            ``activation_offload`` with ``compile``, or ``"all"`` with selective recomputation.
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
+    _check_offload(plan, activation_offload, compile)
     if plan.recompute == "experts" and not _has_experts(model):
         raise ValueError("parallelize: recompute='experts' needs a model with experts of parallel_ops.layers")
     if isinstance(model, ModuleChain) and mesh.size("tp") * mesh.size("cp") == 1:
@@ -92,6 +100,10 @@ def parallelize(
     if float8 != "none":
         _use_float8(model, names, plan, float8, float8_bf16_blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
+    # A plain attribute, also of a model that has no such field.
+    object.__setattr__(model, "activation_offload", offload_activations(
+        model, names, activation_offload, in_flight=offload_in_flight, least_bytes=offload_least_bytes
+    ))  # fmt: skip
     if compile:
         for name in names:
             model.get_submodule(name).compile()
@@ -141,6 +153,16 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
         raise ValueError("parallelize: offload needs zero of 1 or more: replicate keeps parameters on their device")
     if plan.offload != "none" and mesh["fsdp"] is None:
         raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
+
+
+def _check_offload(plan: Plan, activation_offload: str, compile: bool) -> None:
+    if activation_offload != "none" and compile:
+        raise ValueError("parallelize: activation_offload needs compile=False: compiled blocks choose what they save")
+    if activation_offload == "all" and plan.recompute == "selective":
+        raise ValueError(
+            "parallelize: activation_offload='all' needs recompute none, full or experts: torch's selective "
+            "recomputation keeps its results itself; 'inputs' works"
+        )
 
 
 def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, cp_layout: Layout) -> nn.Module:

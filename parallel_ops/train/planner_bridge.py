@@ -33,6 +33,15 @@ def model_of(settings: Settings) -> Model:
     return planner_model(settings.config, settings.seq_length, "model" if folder is None else folder.name)
 
 
+def counted_plan(settings: Settings) -> Plan:
+    """The plan with what ``recompute.offload`` keeps in host memory. The planner's has all activations of layers there,
+    which with full recomputation are their inputs; it counts nothing for the inputs of others."""
+    plan, own = settings.plan, settings.recompute
+    moved = own.offload == "all" or (own.offload == "inputs" and plan.recompute == "full" and own.every == 1)
+    offload = {"none": "activations", "optimizer": "optimizer+activations"}.get(plan.offload)
+    return replace(plan, offload=offload) if moved and offload else plan
+
+
 @dataclass(frozen=True)
 class Device:
     """The device of each rank: bytes of memory, and whether it is a GPU."""
@@ -67,7 +76,7 @@ def uses_cuda(settings: Settings) -> bool:
 def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
     """The planner's memory of each rank, a GPU or a process on CPUs, without Python and torch themselves; of a pipeline
     that of the rank that needs most."""
-    model, plan = model_of(settings), settings.plan
+    model, plan = model_of(settings), counted_plan(settings)
 
     def most(stages: Sequence[StageMemory]) -> StageMemory:
         return max(stages, key=lambda stage: stage.total)
@@ -124,7 +133,7 @@ def forecast(settings: Settings, cluster: Cluster) -> Estimate:
     Raises:
         ValueError: The plan cannot run there.
     """
-    return estimate(model_of(settings), cluster, settings.plan, software=TRAINER.software)
+    return estimate(model_of(settings), cluster, counted_plan(settings), software=TRAINER.software)
 
 
 def replan(settings: Settings, ranks: int, device: Device) -> Settings:

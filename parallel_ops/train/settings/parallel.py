@@ -46,11 +46,17 @@ else:
 
 
 class RecomputeSettings(Section):
-    """Activation recomputation; see ``train.recompute``.
+    """Activation recomputation and offload; see ``train.recompute`` and ``train.offload``.
 
     Attributes:
-        kind: Recomputed part of a block. every: Recompute every n-th block.
+        kind: What is recomputed. every: Recompute every n-th block.
+        offload: What is in host memory between forward and backward: ``"inputs"`` of blocks, or ``"all"`` that they
+            save. offload_in_flight: Blocks on their way to the host at a time, and back. offload_least_bytes: Smaller
+            tensors stay.
     """
 
     kind: Literal["none", "selective", "full", "experts"] = "none"
     every: Positive = 1
+    offload: Literal["none", "inputs", "all"] = "none"
+    offload_in_flight: Positive = 2
+    offload_least_bytes: Count = 1 << 20

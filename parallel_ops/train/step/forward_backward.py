@@ -18,6 +18,7 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.watchdog import Activity
+from parallel_ops.train.offload import ActivationOffload
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
 
 _TEXTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
@@ -143,9 +144,10 @@ class PipelineForwardBackward(ForwardBackward):
         managed = isinstance(model, FSDPModule)
         dtype = PRECISIONS[plan.dtype] if managed else next(model.parameters()).dtype
         self._report, self._recorder = _Report(activity), Recorder(device)
+        offload = getattr(model, "activation_offload", None)
         self.pipeline = Pipeline(
             model, mesh, plan, split=split, dtype=dtype,
-            observers=[self._report, self._recorder],
+            observers=[self._report, self._recorder, *([] if offload is None else [_Offload(offload)])],
         )  # fmt: skip
 
     def run(
@@ -192,6 +194,21 @@ class _Report(Observer):
 
     def _place(self, action: Action) -> str:
         return f"{self.step}, stage {action.stage}, micro-batch {action.micro_batch + 1}"
+
+
+class _Offload(Observer):
+    """Activations of a micro-batch come back while its backward waits for a message."""
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        self._offload = offload
+
+    def begin(self, action: Action) -> None:
+        if action.kind in "IB":
+            self._offload.expect((action.stage, action.micro_batch))
+
+    def compute(self, action: Action) -> None:
+        if action.kind == "F":
+            self._offload.begin((action.stage, action.micro_batch))
 
 
 def forward_backward_of(
