@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from parallel_ops import grouped_linear, rms_norm
 from parallel_ops._internal.gradients.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
 from parallel_ops.ops.float8_linear import float8_linear
+from parallel_ops.ops.float8_recipes import device_problem
 from parallel_ops.triton_kernels import experimental
 
 # Half a unit in the last place of bfloat16, and of the two kinds of float8: output gradients are rounded to e5m2.
@@ -40,10 +42,23 @@ def attention(rank: int, size: int, kind: str, store: str) -> None:
 
 
 def float8(rank: int, size: int, kind: str, store: str) -> None:
-    """A linear's output and gradients, within the rounding of their factors."""
+    """A linear's output and gradients, scaled by row, within the rounding of their factors."""
+    _float8(kind, "fp8_rowwise")
+
+
+def blocks(rank: int, size: int, kind: str, store: str) -> None:
+    """The same, scaled by blocks: of those recipes that the GPU has."""
+    found = [name for name in ("fp8_blockwise", "mxfp8") if kind == "cpu" or not device_problem(device_of(kind), name)]
+    if not found:
+        raise ValueError("this GPU has no products with scales of blocks")
+    for name in found:
+        _float8(kind, name)
+
+
+def _float8(kind: str, recipe: Any) -> None:
     x, weight = (_drawn(*s, seed=i, kind=kind).requires_grad_() for i, s in enumerate(((512, 1024), (768, 1024))))
     grad = _drawn(512, 768, seed=2, kind=kind)
-    y = float8_linear(x, [weight], [None], emulated=kind == "cpu")[0]
+    y = float8_linear(x, [weight], [None], recipe=recipe, emulated=kind == "cpu")[0]
     y.backward(grad)
     assert x.grad is not None and weight.grad is not None
     wide_x, wide_weight, wide_grad = (t.detach().double() for t in (x, weight, grad))
@@ -123,6 +138,7 @@ def tests(rank: int, size: int, kind: str, store: str, folder: str) -> None:
 PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
     "attention backends": attention,
     "float8 linear": float8,
+    "block-scaled linear": blocks,
     "grouped products": experts,
     "fp32 weight gradients": weight_gradients,
     "captured step": captured_step,

@@ -123,8 +123,13 @@ PATHS: tuple[GpuPath, ...] = (
         evidence="a stand-in of `grouped_mm` that leaves NaN where there are no rows",
     ),
     GpuPath(
-        "precision", "float8 linears", '`precision.fp8 = "current"`', False, "torch (`_scaled_mm`)",
+        "precision", "float8 linears", '`precision.linears = "fp8_rowwise"`', False, "torch (`_scaled_mm`)",
         proofs=("float8 linear",), evidence="emulated on CPUs",
+    ),
+    GpuPath(
+        "precision", "float8 linears in blocks", '`precision.linears = "fp8_blockwise"`, `"mxfp8"`', False,
+        "torch (`scaled_mm`)", proofs=("block-scaled linear",),
+        evidence="emulated on CPUs; a stand-in of `scaled_mm` that reads scales where cuBLAS does",
     ),
     GpuPath(
         "precision", "fp32 main gradients", "`main_grad`, split backward", True, "torch (cuBLAS)",

@@ -62,14 +62,17 @@ def column_linears(
     used = [t if t is None or r is None else t[r] for t, r in zip(handed, rows, strict=True)]
     weights, biases = [w for w in used[: len(linears)] if w is not None], used[len(linears) :]
     added = biases if add_bias else [None] * len(linears)
-    if first.float8 != "none":
+    if first.precision != "bf16":
         for linear in linears:
             linear.check_float8()
         if first.sequence_parallel:
             x = all_gather(x, first.group, dim=0, sizes=sizes)
         else:
             x = copy_to_group(x, first.group, fp32_reduction=first.reduction == "exact")
-        return float8_linear(x, weights, added, emulated=first.float8 == "emulated"), biases
+        quantized = float8_linear(
+            x, weights, added, recipe=first.precision, emulated=first.emulated, deferred=first.deferred, targets=targets
+        )
+        return quantized, biases
     special = any(target is not None for target in targets)
     adapted = column_adapters(
         x, [linear.lora for linear in linears], rows[: len(linears)],
@@ -241,11 +244,14 @@ class RowParallelLinear(ParallelLinear):
         ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
 
     def _local_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.linear``, in float8 if ``float8`` is set, with the weight's gradient sent to ``weight_gradient()``."""
-        if self.float8 != "none":
-            self.check_float8()
-            return float8_linear(x, [weight], [bias], emulated=self.float8 == "emulated")[0]
+        """``F.linear``, in float8 by its ``precision``, with the weight's gradient sent to ``weight_gradient()``."""
         target = self.weight_gradient()
+        if self.precision != "bf16":
+            self.check_float8()
+            return float8_linear(
+                x, [weight], [bias], recipe=self.precision, emulated=self.emulated, deferred=self.deferred,
+                targets=[target],
+            )[0]  # fmt: skip
         if target is None:
             return F.linear(x, weight, bias)
         return column_parallel_linear(x, weight, bias, group=None, main_grad=target, deferred=self.deferred)
@@ -277,7 +283,7 @@ class RowParallelLinear(ParallelLinear):
         Sharding: x S(-1); the result (and residual) replicated, or S(0) with ``sequence_parallel``.
         """
         check_input("RowParallelLinear", x, self.weight, parts=self.ranks)
-        apart = not self.sequence_parallel or self.float8 != "none"
+        apart = not self.sequence_parallel or self.precision != "bf16"
         if not apart:
             weight, bias = to_local(self, self.weight, self.bias)
         else:  # since the bias is added behind the reduction (see to_local)

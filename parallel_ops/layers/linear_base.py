@@ -1,7 +1,7 @@
 """Shared by the column- and row-parallel linears: parameters, initialisation, weight gradients, the residual sum."""
 
 import weakref
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from parallel_ops.comm import primitives
 from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.ops import bias_dropout_add
+from parallel_ops.ops.float8_recipes import Precision
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction, encode, is_exact
-
-# How the products of a linear are computed.
-Float8 = Literal["none", "current", "emulated"]
 
 
 class SummedRows(GradientOf):
@@ -32,10 +30,14 @@ class SummedRows(GradientOf):
 
     @torch.no_grad()
     def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
-        whole = dz.new_zeros(self._shape)
-        torch.mm(dz.t(), h, out=whole[self._rows])
+        self.add_whole(dz.t() @ h)
+
+    @torch.no_grad()
+    def add_whole(self, product: Tensor) -> None:
+        whole = product.new_zeros(self._shape)
+        whole[self._rows] = product
         name = self._group.group_name
-        self.add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
+        super().add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
 
 
 class LinearOptions(TypedDict):
@@ -58,13 +60,14 @@ class ParallelLinear(ShardedModule):
         lora: a low-rank adapter of the linear, or ``None``; see ``add_lora``.
         deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
             with ``DeferredWeightGradients(fsdp=True)`` for all.
-        float8: compute the products in float8, as ``ops.float8_linear``: ``"none"``, ``"current"``, or ``"emulated"``,
-            the same quantization with products in fp32. Without ``main_grad`` and ``deferred``. On several ranks the
-            communication is apart from the products and in 16 bits; where ranks share the rows that a product sums
-            over, each scales its own part of a row.
+        precision: of the products, ``"bf16"`` for that of the weight, or float8 by a recipe of ``ops.float8_recipes``;
+            without ``main_grad``. On several ranks the communication is apart from float8 products and in 16 bits;
+            where ranks share the rows that a product sums over, each scales its own part of a row.
+        emulated: quantize for float8 in the same way, but multiply in fp32, on any device.
     """
 
-    float8: Float8 = "none"
+    precision: Precision = "bf16"
+    emulated: bool = False
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -156,10 +159,10 @@ class ParallelLinear(ShardedModule):
     def check_float8(self) -> None:
         """Raises ValueError where the products of this linear cannot be in float8."""
         name = type(self).__name__
-        if self._main_grad is not None or self._deferred is not None:
+        if self._main_grad is not None:
             raise ValueError(
-                f"{name}: main_grad and deferred cannot be used with float8, whose weight gradients are rounded "
-                "products; leave them out"
+                f"{name}: main_grad cannot be used with {self.precision}, whose weight gradients are rounded products; "
+                "leave it out"
             )
 
     def extra_repr(self) -> str:

@@ -1,18 +1,16 @@
-"""Linears whose three products are in float8, scaled by row.
+"""Linears whose three products are in float8, by one of the recipes of ``ops.float8_recipes``.
 
-    q(T)  = T / s rounded to float8,    s = max |row of T| / the format's maximum, fp32, one for each row
-    Y     = q(X) q(W)^T                 rows of X and of W; e4m3, e4m3
-    dX    = q(dY) q(W^T)^T              rows of dY and of W^T; e5m2, e4m3
-    dW    = q(dY^T) q(X^T)^T            rows of dY^T and of X^T; e5m2, e4m3
+    Y     = q(X) q(W)^T                 rows of X and of W
+    dX    = q(dY) q(W^T)^T              rows of dY and of W^T
+    dW    = q(dY^T) q(X^T)^T            rows of dY^T and of X^T
 
-A row is always what the product sums over, so both scales leave the sum, and ``torch._scaled_mm`` applies them to its
-fp32 sums. Each matrix is quantized twice, by row and by column, from 16 bits: saved are X and W as they are, as
-``F.linear`` does, so other ops share the memory. Scales are of the current values: there is no history to keep.
-``_scaled_mm`` with such scales takes e5m2 as its first operand only, e4m3 as its second, the first by rows and the
-second by columns, and rounds its sums to bfloat16 (aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
+A row is always what the product sums over. Each matrix is quantized by row and by column, from 16 bits: saved are X and
+W as they are, as ``F.linear`` does, so other ops share the memory. Weights in square blocks are quantized once, since
+their transpose has the same scales. Scales are of the current values: there is no history to keep.
 
-Sources: Micikevicius et al., arXiv:2209.05433 (the formats, and which tensor has which); torchao's float8 training,
-whose recipe by row has e4m3 for gradients too.
+In a split backward the input half computes dX, of dY by rows; the weight half, or a queue later, quantizes dY and X by
+columns. ``torch._scaled_mm`` by row takes e5m2 as its first operand only and rounds its sums to bfloat16
+(aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
 """
 
 from collections.abc import Sequence
@@ -24,138 +22,123 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.autograd import once_differentiable
 from parallel_ops._internal.dispatch.checks import check_same_device
 from parallel_ops._internal.gradients.split_backward import requested
+from parallel_ops._internal.gradients.weight_gradients import (
+    DeferredWeightGradients,
+    GradientOf,
+    Target,
+    after_backward,
+)
+from parallel_ops.ops.float8_recipes import E4M3, RECIPES, Float8Recipe, Quantized, Recipe, product, quantize
 
 _NAME = "float8_linear"
 
-# What the kernels of _scaled_mm need of each dimension but the number of rows of the first operand.
-MULTIPLE = 16
 
-# The smallest normal fp32: scales below it would be flushed to zero on some devices.
-_TINY = torch.finfo(torch.float32).tiny
-
-
-def quantize_rows(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``t`` in float8 with a scale for each row: ``t ~ values * scales``.
-
-    Args:
-        t: ``[rows, columns]``, floating-point, any strides.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-
-    Returns:
-        values: ``[rows, columns]`` in ``dtype``, contiguous. scales: ``[rows, 1]``, fp32. A row of zeros stays zeros; a
-        row with NaN or infinity has values or a scale that are not finite, so that a product with it is NaN.
-    """
-    most = torch.finfo(dtype).max
-    wide = t.float()
-    if t.shape[1] == 0:
-        return t.to(dtype).contiguous(), wide.new_full((t.shape[0], 1), _TINY)
-    scales = (wide.abs().amax(dim=1, keepdim=True) / most).clamp(min=_TINY)
-    # The quotient may round to more than the maximum, which some casts make NaN. clamp keeps NaN.
-    return (wide / scales).clamp(-most, most).to(dtype).contiguous(), scales
-
-
-def scaled_product(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *, emulated: bool, gradient: bool = False
-) -> Tensor:
-    """``A B^T``, ``[M, N]`` in bfloat16, of what ``quantize_rows`` made of A ``[M, K]`` and B ``[N, K]``.
-
-    Args:
-        emulated: multiply in fp32, on any device.
-        gradient: Add the tensor cores' partial sums in fp32 registers. Otherwise they stay in the tensor cores, which
-            is faster and less exact. Transformer Engine and torchao choose alike.
-    """
-    (values, scales), (other_values, other_scales) = a, b
-    if emulated:
-        return ((values.float() * scales) @ (other_values.float() * other_scales).t()).bfloat16()
-    return torch._scaled_mm(
-        values,
-        other_values.t(),
-        scale_a=scales,
-        scale_b=other_scales.t(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=not gradient,
-    )
-
-
-def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], emulated: bool) -> list[Tensor]:
-    rows = quantize_rows(x.flatten(0, -2), torch.float8_e4m3fn)  # once for all weights
-    outputs = []
-    for weight, bias in zip(weights, biases, strict=True):
-        y = scaled_product(rows, quantize_rows(weight, torch.float8_e4m3fn), emulated=emulated)
-        outputs.append((y if bias is None else y + bias).view(*x.shape[:-1], weight.shape[0]))
-    return outputs
-
-
-def _padded(t: Tensor) -> Tensor:
-    """A matrix with rows of zeros up to a multiple of ``MULTIPLE``: they add nothing to a sum over rows."""
-    missing = -t.shape[0] % MULTIPLE
+def _padded(t: Tensor, multiple: int) -> Tensor:
+    """A matrix with rows of zeros up to a multiple: they add nothing to a sum over rows."""
+    missing = -t.shape[0] % multiple
     return torch.nn.functional.pad(t, (0, 0, 0, missing)) if missing else t
+
+
+def _columns(t: Tensor, dtype: torch.dtype, recipe: Recipe) -> Quantized:
+    return quantize(_padded(t, recipe.multiple).t(), dtype, recipe)
 
 
 class _Float8Linear(torch.autograd.Function):
     """Plain torch, so that ``torch.compile`` makes each quantization one kernel."""
 
     @staticmethod
-    def forward(ctx: Any, emulated: bool, count: int, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, recipe: Recipe, emulated: bool, later: Any, count: int, x: Tensor, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights = [w for w in parameters[:count] if w is not None]
+        rows, outputs = quantize(x.flatten(0, -2), E4M3, recipe), []  # once for all weights
+        quantized = [quantize(weight, E4M3, recipe, weight=True) for weight in weights]
+        for weight, bias in zip(quantized, parameters[count:], strict=True):
+            y = product(rows, weight, recipe, emulated=emulated)
+            outputs.append((y if bias is None else y + bias).view(*x.shape[:-1], len(weight.values)))
         ctx.save_for_backward(x, *weights)
-        ctx.emulated, ctx.count = emulated, count
-        return tuple(_forward(x, weights, parameters[count:], emulated))
+        ctx.recipe, ctx.emulated, ctx.later, ctx.count = recipe, emulated, later, count
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        emulated, count = ctx.emulated, ctx.count
+        recipe, emulated, count = ctx.recipe, ctx.emulated, ctx.count
         # A compiled backward computes all gradients.
         needed = ctx.needs_input_grad if torch.compiler.is_compiling() else requested(ctx)
-        of_weights, of_biases = needed[3 : 3 + count], needed[3 + count :]
+        of_weights, of_biases = needed[5 : 5 + count], needed[5 + count :]
         dys = [grad.flatten(0, -2) for grad in grads]
         dx: Tensor | None = None
-        if needed[2]:
+        if needed[4]:
             for dy, weight in zip(dys, weights, strict=True):
-                rows = quantize_rows(dy, torch.float8_e5m2)
-                other = quantize_rows(weight.t(), torch.float8_e4m3fn)
-                part = scaled_product(rows, other, emulated=emulated, gradient=True)
+                rows = quantize(dy, recipe.gradient, recipe)
+                if recipe.square:
+                    other = quantize(weight, E4M3, recipe, weight=True).transposed()
+                else:
+                    other = quantize(weight.t(), E4M3, recipe)
+                part = product(rows, other, recipe, emulated=emulated, gradient=True)
                 dx = part if dx is None else dx + part
             assert dx is not None
             dx = dx.view(x.shape)
         found: list[Tensor | None] = [None] * count
-        if any(of_weights):
-            columns = quantize_rows(_padded(x.flatten(0, -2)).t(), torch.float8_e4m3fn)
-            for i, dy in enumerate(dys):
-                if of_weights[i]:
-                    rows = quantize_rows(_padded(dy).t(), torch.float8_e5m2)
-                    found[i] = scaled_product(rows, columns, emulated=emulated, gradient=True)
+
+        def of_weight(dy: Tensor, columns: Quantized) -> Tensor:
+            return product(_columns(dy, recipe.gradient, recipe), columns, recipe, emulated=emulated, gradient=True)
+
+        flat = x.flatten(0, -2)
+        if ctx.later is not None and any(of_weights):
+            queue, targets = ctx.later
+
+            def compute() -> None:
+                columns = _columns(flat, E4M3, recipe)
+                for target, dy in zip(targets, dys, strict=True):
+                    if target is not None:
+                        target.add_whole(of_weight(dy, columns))
+
+            queue.push(after_backward(compute, flat, *dys))
+        elif any(of_weights):
+            columns = _columns(flat, E4M3, recipe)
+            found = [of_weight(dy, columns) if need else None for dy, need in zip(dys, of_weights, strict=True)]
         summed = [
             dy.sum(0, dtype=torch.float32).to(dy.dtype) if need else None
             for dy, need in zip(dys, of_biases, strict=True)
         ]
-        return None, None, dx, *found, *summed
+        return None, None, None, None, dx, *found, *summed
 
 
 _Float8Linear.backward = staticmethod(once_differentiable(_NAME, _Float8Linear.backward))  # type: ignore[method-assign]
 
 
 def float8_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, emulated: bool = False
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, recipe: Float8Recipe = "fp8_rowwise",
+    emulated: bool = False, deferred: DeferredWeightGradients | None = None,
+    targets: Sequence[Target] | None = None,
+) -> list[Tensor]:  # fmt: skip
     """``F.linear`` of one input with several weights, forward and backward by float8 products.
 
     Args:
         x: ``[..., H]``, bfloat16; under autocast to bfloat16 any floating dtype.
-        weights: ``[N, H]`` each, dtype and device of ``x``; H and N are multiples of 16.
+        weights: ``[N, H]`` each, dtype and device of ``x``; H and N are multiples of 16, with ``"fp8_blockwise"`` of
+            128, with ``"mxfp8"`` of 32.
         biases: ``[N]`` or ``None``, one for each weight.
+        recipe: How matrices are quantized; see ``ops.float8_recipes``.
         emulated: quantize in the same way, but multiply in fp32: on any device, slower than bfloat16.
+        deferred, targets: a queue that computes the weights' gradients later, and what it adds each to (``GradientOf``), or
+            ``None`` for a weight without a gradient. By default autograd gets them.
 
     Returns:
         ``[..., N]`` for each weight, bfloat16. Gradients are bfloat16; those of biases are sums of the output's
         gradient as it came.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes that do not fit; a device without float8, unless ``emulated``.
+        TypeError: another dtype. ValueError: sizes that do not fit; an unknown recipe; a device without float8, unless
+            ``emulated``.
 
     Sharding: x, weights and biases of one rank.
     """
+    if recipe not in RECIPES:
+        raise ValueError(f"{_NAME}: recipe must be one of {', '.join(map(repr, RECIPES))}, got {recipe!r}")
+    form = RECIPES[recipe]
     if torch.is_autocast_enabled(x.device.type):
         to = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(to), [w.to(to) for w in weights]
@@ -174,22 +157,14 @@ def float8_linear(
                 f"{_NAME}: weight must be [N, {x.shape[-1] if x.dim() else 'H'}] for x of {list(x.shape)}, "
                 f"got {list(weight.shape)}"
             )
-        if any(size % MULTIPLE for size in weight.shape):
-            raise ValueError(f"{_NAME}: weight has the sizes {list(weight.shape)}, which {MULTIPLE} must divide")
+        if any(size % form.multiple for size in weight.shape):
+            raise ValueError(f"{_NAME}: weight has the sizes {list(weight.shape)}, which {form.multiple} must divide")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"{_NAME}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    outputs: tuple[Tensor, ...] = _Float8Linear.apply(emulated, len(weights), x, *weights, *biases)
+    later = None
+    if deferred is not None and targets is not None and any(target is not None for target in targets):
+        if wrong := [type(t).__name__ for t in targets if not isinstance(t, GradientOf | None)]:
+            raise TypeError(f"{_NAME}: targets must be of GradientOf, got {wrong[0]}: products are rounded")
+        later = deferred, list(targets)
+    outputs: tuple[Tensor, ...] = _Float8Linear.apply(form, emulated, later, len(weights), x, *weights, *biases)
     return list(outputs)
-
-
-def device_problem(device: torch.device) -> str | None:
-    """Why a device has no float8 products; ``None`` if it has."""
-    if device.type != "cuda":
-        return f"float8 products need a GPU, and the device is {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        return (
-            f"float8 products need a GPU of compute capability 8.9 or more (Ada, Hopper and later), and "
-            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
-        )
-    return None

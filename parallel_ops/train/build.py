@@ -12,7 +12,7 @@ from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
-from parallel_ops.ops.float8_linear import device_problem
+from parallel_ops.ops.float8_recipes import device_problem
 from parallel_ops.tensor_parallel.linear.call import Reduction
 from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.data.mixture import Mixture
@@ -119,11 +119,13 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
         "offload_least_bytes": settings.recompute.offload_least_bytes,
     }
     lora = settings.lora
-    if precision.fp8 != "none":
-        problem = None if precision.fp8_emulation else device_problem(device)
+    if precision.linears != "bf16":
+        problem = None if precision.fp8_emulation else device_problem(device, precision.linears)
         if problem:
-            raise ValueError(f'precision.fp8: {problem}; set precision.fp8 = "none", or precision.fp8_emulation = true')
-        options |= {"float8": "emulated" if precision.fp8_emulation else precision.fp8}
+            raise ValueError(
+                f'precision.linears: {problem}; set precision.linears = "bf16", or precision.fp8_emulation = true'
+            )
+        options |= {"precision": precision.linears, "emulated": precision.fp8_emulation}
         options |= {"float8_bf16_blocks": precision.fp8_bf16_layers}
     if model is not None:
         if lora is not None:

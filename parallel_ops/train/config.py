@@ -18,6 +18,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from parallel_ops.models import TransformerConfig, config_from_pretrained
 from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import chosen, linear_names
+from parallel_ops.ops.float8_recipes import RECIPES
 from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
@@ -35,7 +36,7 @@ from parallel_ops.train.step.settings import OptimizerSettings, PrecisionSetting
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
 _KEYS = {"too few layers": "pp", "micro-batches": "global_batch", "schedule without pp": "schedule"}
-# Why compiled blocks and float8 do not go with a schedule.
+# Why compiled blocks do not go with a schedule.
 _APART = "it computes weight gradients apart, in 16 bits and eagerly"
 
 
@@ -143,8 +144,8 @@ class Settings(Section):
                 ("lora", "dropout"),
                 f"needs parallel.cp of 1, got {self.plan.cp}: masks would differ from one rank's",
             )
-        if self.precision.fp8 != "none":
-            yield ("precision", "fp8"), 'must be "none" with lora: adapters are in 16 bits'
+        if self.precision.linears != "bf16":
+            yield ("precision", "linears"), 'must be "bf16" with lora: adapters are in 16 bits'
         if self.model.freeze:
             yield ("model", "freeze"), "must be left out with lora, which freezes all parameters but the adapters"
         try:
@@ -154,25 +155,20 @@ class Settings(Section):
 
     def _fp8_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, plan, layers = self.precision, self.plan, self.config.num_layers
-        if own.fp8 == "none":
+        if own.linears == "bf16":
             if own.fp8_emulation:
-                yield ("precision", "fp8_emulation"), 'needs precision.fp8 = "current"'
+                yield ("precision", "fp8_emulation"), f"needs precision.linears {', '.join(RECIPES)}, got 'bf16'"
             return
         if own.dtype != "bf16":
-            yield ("precision", "fp8"), f'needs precision.dtype = "bf16", got {own.dtype!r}'
-        if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
-            yield (
-                ("precision", "fp8"),
-                f"needs the schedule 1f1b, interleaved or gpipe, got {plan.schedule!r}: {_APART}",
-            )
+            yield ("precision", "linears"), f'needs precision.dtype = "bf16", got {own.dtype!r}'
         if 2 * own.fp8_bf16_layers >= layers:
             yield (
                 ("precision", "fp8_bf16_layers"),
                 f"is {own.fp8_bf16_layers}, at the start and at the end, which leaves none of the {layers} layers in "
                 "float8; lower it",
             )
-        elif problem := float8_problem(self.config, plan.tp, own.fp8_bf16_layers):
-            yield ("precision", "fp8"), problem
+        elif problem := float8_problem(self.config, plan.tp, RECIPES[own.linears].multiple, own.fp8_bf16_layers):
+            yield ("precision", "linears"), problem
 
     def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, keep_best = self.evaluation, self.checkpoint.keep_best
@@ -226,8 +222,8 @@ class Settings(Section):
 
     @property
     def splits_backward(self) -> bool:
-        """Pipelines send the gradient of an input first; compiled blocks and float8 compute both gradients at once."""
-        return not self.run.compile and self.precision.fp8 == "none"
+        """Pipelines send the gradient of an input first; compiled blocks compute both gradients at once."""
+        return not self.run.compile
 
     @cached_property
     def config(self) -> TransformerConfig:

@@ -78,7 +78,8 @@ class _Entry:
         self._owner, self.call, self.device = owner, call, source.device
         self.on_device: Tensor | None = source
         self.host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-        self._leaving, self._returning = owner.engine.start(self.host, source), None
+        self._leaving = owner.engine.start(self.host, source)
+        self._returning: tuple[Any] | None = None
         self.copied = False
         owner.host_bytes += self.host.nbytes
 
@@ -173,7 +174,7 @@ class ActivationOffload:
             with self._hooks(block, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]):
                 return forward(*args, **kwargs)
 
-        block.forward = offloaded  # type: ignore[method-assign]
+        block.forward = offloaded
 
     def _hooks(self, block: nn.Module, inputs: Sequence[Tensor]) -> saved_tensors_hooks:
         before = self._last.get(self._key)
@@ -198,11 +199,11 @@ class ActivationOffload:
             # An expanded tensor, and a part of a larger one, whose memory would not become free.
             if not t.nbytes <= storage.nbytes() <= 4 * t.nbytes:
                 return t
-            if any(memory == _memory(p) for m in nested for p in m.parameters()):  # type: ignore[attr-defined]
+            if any(memory == _memory(p) for m in nested for p in m.parameters()):
                 return t
             entry = seen.get((memory, t._version))
             if entry is None or entry.on_device is None:
-                whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
                 entry = seen[memory, t._version] = _Entry(self, call, whole)
                 call.entries.append(ref(entry))
                 self.moved_bytes += entry.host.nbytes

@@ -25,12 +25,11 @@ from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers.experts import Experts, divide, experts_of, shard_experts
-from parallel_ops.layers.linear_base import Float8, ParallelLinear
+from parallel_ops.layers.linear_base import ParallelLinear
 from parallel_ops.models import Transformer
 from parallel_ops.models.lora import add_adapters
-from parallel_ops.ops.float8_linear import MULTIPLE
+from parallel_ops.ops.float8_recipes import RECIPES, Precision
 from parallel_ops.pipeline_parallel import ModuleChain, cut
-from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.offload import LEAST_BYTES, Offload, offload_activations
 from parallel_ops.train.recompute import KINDS, recompute
@@ -47,7 +46,8 @@ def parallelize(
     cp_layout: Layout = "zigzag",
     recompute_every: int = 1,
     compile: bool = False,
-    float8: Float8 = "none",
+    precision: Precision = "bf16",
+    emulated: bool = False,
     float8_bf16_blocks: int = 1,
     activation_offload: Offload = "none",
     offload_in_flight: int = 2,
@@ -67,9 +67,8 @@ def parallelize(
         algorithm, cp_layout: See ``ring_attention``; ``algorithm`` overrides the plan's ``cp_kind``.
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
-        float8: Compute the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear`` in float8:
-            ``"current"``, or ``"emulated"`` on any device. With the plan's ``dtype="bf16"``, and a schedule of
-            ``pp`` that computes both gradients at once.
+        precision: Of the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear``: float8 by a recipe
+            of ``ops.float8_recipes``, with the plan's ``dtype="bf16"``. emulated: Multiply in fp32, on any device.
         float8_bf16_blocks: As many blocks at the start, and at the end, that keep bf16.
         activation_offload, offload_in_flight, offload_least_bytes: Keep activations of blocks in host memory; see
             ``train.offload``. The model has what ``offload_activations`` returns as ``activation_offload``.
@@ -83,7 +82,7 @@ def parallelize(
         ValueError: The plan's sizes are not the mesh's; it needs pipeline or expert parallelism, or an unknown kind of
             recomputation or dtype; ``recompute="experts"`` for a model without experts; ``offload`` without shards;
             ``tp`` or ``cp`` for a module that is not a ``Transformer`` or not on the meta device; no block matches
-            ``blocks``; ``float8`` with another dtype or schedule, or for no linear;
+            ``blocks``; a ``precision`` that is unknown, or float8 with another dtype or for no linear;
             ``activation_offload`` with ``compile``, or ``"all"`` with selective recomputation.
     """
     plan = _plan_of(mesh) if plan is None else plan
@@ -97,8 +96,7 @@ def parallelize(
     elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
         model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), cp_layout)
     names = _blocks(model, blocks)
-    if float8 != "none":
-        _use_float8(model, names, plan, float8, float8_bf16_blocks)
+    _use_float8(model, names, plan, precision, emulated, float8_bf16_blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
     # A plain attribute, also of a model that has no such field.
     object.__setattr__(model, "activation_offload", offload_activations(
@@ -202,15 +200,17 @@ def _blocks(model: nn.Module, pattern: str) -> list[str]:
     return names
 
 
-def _use_float8(model: nn.Module, names: list[str], plan: Plan, float8: Float8, at_the_ends: int) -> None:
-    """Sets ``float8`` of the linears of all blocks of the whole model but the first and the last ``at_the_ends``."""
-    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
-        raise ValueError(
-            f"parallelize: float8 needs the schedule gpipe, 1f1b or interleaved, got {plan.schedule!r}, which computes "
-            "weight gradients apart"
-        )
+def _use_float8(
+    model: nn.Module, names: list[str], plan: Plan, precision: Precision, emulated: bool, at_the_ends: int
+) -> None:
+    """Sets the precision of the linears of all blocks of the whole model but the first and the last ``at_the_ends``."""
+    if precision == "bf16":
+        return
+    if precision not in RECIPES:
+        known = ", ".join(map(repr, ("bf16", *RECIPES)))
+        raise ValueError(f"parallelize: precision must be one of {known}, got {precision!r}")
     if plan.dtype != "bf16":
-        raise ValueError(f"parallelize: float8 needs the plan's dtype to be 'bf16', got {plan.dtype!r}")
+        raise ValueError(f"parallelize: {precision} needs the plan's dtype to be 'bf16', got {plan.dtype!r}")
     if at_the_ends < 0:
         raise ValueError(f"parallelize: float8_bf16_blocks must be at least 0, got {at_the_ends}")
     every = names
@@ -226,16 +226,17 @@ def _use_float8(model: nn.Module, names: list[str], plan: Plan, float8: Float8, 
     ]
     if not found and not (inner and plan.pp > 1):
         raise ValueError(
-            f"parallelize: float8 has no linear of parallel_ops.layers in the blocks {at_the_ends} to "
+            f"parallelize: {precision} has no linear of parallel_ops.layers in the blocks {at_the_ends} to "
             f"{len(every) - at_the_ends - 1} of {len(every)}"
         )
     for name, linear in found:
-        if any(size % MULTIPLE for size in linear.local_sizes):
+        multiple = RECIPES[precision].multiple
+        if any(size % multiple for size in linear.local_sizes):
             raise ValueError(
-                f"parallelize: float8 needs sizes that {MULTIPLE} divides, and {name} has {linear.in_features} and "
-                f"{linear.out_features}, on {linear.ranks} ranks"
+                f"parallelize: {precision} needs sizes that {multiple} divides, and {name} has {linear.in_features} "
+                f"and {linear.out_features}, on {linear.ranks} ranks"
             )
-        linear.float8 = float8
+        linear.precision, linear.emulated = precision, emulated
 
 
 def _policy(plan: Plan, *, cast_inputs: bool = True) -> MixedPrecisionPolicy:

@@ -24,7 +24,7 @@ KINDS = ("none", "selective", "full", "experts")
 
 # aten's products and the kernels of SDPA. By name, since the build of torch decides which exist.
 _PRODUCTS = (
-    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm",
+    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",

@@ -87,7 +87,7 @@ def sections_of(draw: random.Random) -> Sections:
         found["optimizer"]["groups"] = [{"match": draw.choice(("tokens.*", "*norm*")), "lr_ratio": 0.5}]
     found["precision"] = {"dtype": draw.choice(("fp32",) * 6 + ("bf16", "fp16"))}
     if found["precision"]["dtype"] == "bf16" and draw.random() < 0.5:
-        found["precision"] |= {"fp8": "current", "fp8_emulation": True, "fp8_bf16_layers": draw.randint(0, 1)}
+        found["precision"] |= {"linears": "fp8_rowwise", "fp8_emulation": True, "fp8_bf16_layers": draw.randint(0, 1)}
     if found["precision"]["dtype"] == "fp16":  # low, since gradients of a replica are larger than their share
         found["precision"]["initial_scale"] = 256.0
     kind = draw.random()

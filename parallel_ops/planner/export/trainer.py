@@ -128,7 +128,7 @@ TRAINER = ExportTarget(
         "expert_tp": ((0, 1), "its experts are not split by tensor parallelism"),
         "dtype": (
             ("bf16", "fp16", "fp32"),
-            "its plans are bf16, fp16 and fp32, and float8 is precision.fp8 of its file",
+            "its plans are bf16, fp16 and fp32, and float8 is precision.linears of its file",
         ),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
         "recompute": (

@@ -8,7 +8,7 @@ from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from parallel_ops.planner.plan import Plan
-from parallel_ops.train.settings.section import Positive, Section
+from parallel_ops.train.settings.section import Count, Positive, Section
 
 
 def _parallel_fields() -> dict[str, Any]:

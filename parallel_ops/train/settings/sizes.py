@@ -5,18 +5,17 @@ from collections.abc import Iterator
 from parallel_ops.layers import RowParallelLinear
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.lora import linears_of
-from parallel_ops.ops.float8_linear import MULTIPLE
 from parallel_ops.planner.plan import Plan
 
 # The key that is wrong, and the reason.
 Problems = Iterator[tuple[tuple[str, ...], str]]
 
 
-def float8_problem(config: TransformerConfig, tp: int, at_the_ends: int) -> str | None:
+def float8_problem(config: TransformerConfig, tp: int, multiple: int, at_the_ends: int) -> str | None:
     """Names a linear whose part on a tensor-parallel rank has sizes that float8 does not take; ``None`` for none.
 
     Args:
-        at_the_ends: Number of layers at the start, and at the end, that stay in 16 bits.
+        multiple: Of the recipe. at_the_ends: Number of layers at the start, and at the end, that stay in 16 bits.
     """
     for name, linear in linears_of(Transformer(config, device="meta")).items():
         if not at_the_ends <= int(name.split(".")[1]) < config.num_layers - at_the_ends:
@@ -27,8 +26,8 @@ def float8_problem(config: TransformerConfig, tp: int, at_the_ends: int) -> str 
         else:
             # With fewer key heads than ranks, a rank uses one head.
             rows //= min(tp, config.resolved_num_kv_heads) if name.endswith((".k", ".v")) else tp
-        if rows % MULTIPLE or columns % MULTIPLE:
-            return f"needs sizes of linears that {MULTIPLE} divides on each rank of tp: {name} has {columns} x {rows}"
+        if rows % multiple or columns % multiple:
+            return f"needs sizes of linears that {multiple} divides on each rank of tp: {name} has {columns} x {rows}"
     return None
 
 

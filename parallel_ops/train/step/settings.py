@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from parallel_ops.ops.float8_recipes import Precision
 from parallel_ops.train.settings.section import Count, Positive, Section
 
 
@@ -63,15 +64,15 @@ class PrecisionSettings(Section):
 
     Attributes:
         dtype: Dtype of activations and of parameters in use.
-        fp8: ``"current"`` computes the products of the layers' linears in float8, scaled by the current values of each
-            row; with ``dtype="bf16"``, and no schedule of ``pp`` that splits the backward. See ``ops.float8_linear``.
+        linears: Of the products of the layers' linears: ``"bf16"`` for ``dtype``, or, with ``dtype="bf16"``, float8
+            scaled by row, by block or as MXFP8; see ``ops.float8_recipes``.
         fp8_bf16_layers: As many layers at the start, and at the end, whose linears stay in bf16.
         fp8_emulation: Quantize alike but multiply in fp32, on any device: slower than bf16, for tests.
         initial_scale, growth_interval: Initial loss scale of fp16, and the finite steps after which it doubles.
     """
 
     dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
-    fp8: Literal["none", "current"] = "none"
+    linears: Precision = "bf16"
     fp8_bf16_layers: Count = 1
     fp8_emulation: bool = False
     initial_scale: Annotated[float, Field(gt=0)] = 65536.0

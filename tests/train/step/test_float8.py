@@ -15,7 +15,9 @@ from support import trainer as runs
 from support.distributed import ranks
 
 MODEL = runs.MODELS["llama"] | {"num_layers": 3, "ffn_hidden_size": 64}
-FP8 = {"dtype": "bf16", "fp8": "current", "fp8_emulation": True}
+FP8 = {"dtype": "bf16", "linears": "fp8_rowwise", "fp8_emulation": True}
+# Sizes that blocks of 128 divide, on two ranks too.
+WIDE = MODEL | {"hidden_size": 256, "ffn_hidden_size": 256}
 
 
 def settings_of(data, precision=FP8, **sections):
@@ -31,9 +33,10 @@ def alone(data):
     return losses(data)
 
 
-def test_200_steps_reach_the_loss_of_bf16(data):
+@pytest.mark.parametrize("linears", ["fp8_rowwise", "mxfp8"])
+def test_200_steps_reach_the_loss_of_bf16(data, linears):
     long = {"run": {"steps": 200}, "parallel": {"global_batch": 8, "micro_batch": 8}, "optimizer": {"lr": 3e-3}}
-    plain, fp8 = (losses(data, precision, **long) for precision in ({"dtype": "bf16"}, FP8))
+    plain, fp8 = (losses(data, precision, **long) for precision in ({"dtype": "bf16"}, FP8 | {"linears": linears}))
     assert plain[-1] < 0.6 * plain[0]  # it learns
     ends = [sum(each[-20:]) for each in (plain, fp8)]
     assert ends[1] == pytest.approx(ends[0], rel=5e-3) and plain != fp8
@@ -49,7 +52,8 @@ def test_data_parallel_ranks_are_as_one(data, zero):
 @pytest.mark.parametrize(
     "plan",
     [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "sequence_parallel": False}, {"pp": 2, "layers_per_chunk": [1, 2]},
-     {"pp": 3}, {"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}],
+     {"pp": 3, "schedule": "zb-h1"}, {"pp": 2, "dp": 2, "zero": 2, "layers_per_chunk": [1, 2], "schedule": "zb-h1"},
+     {"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
@@ -57,10 +61,31 @@ def test_tensor_and_pipeline_parallel_ranks_are_as_one(data, plan, bias):
     model = MODEL | {"bias": bias}
     want = torch.tensor(runs.steps_of(0, settings_of(data, model=model)))
     settings = settings_of(data, model=model, parallel=plan)
-    for steps in ranks(plan.get("tp", 1) * plan.get("pp", 1)).run(runs.steps_of, settings):
+    for steps in ranks(plan.get("tp", 1) * plan.get("pp", 1) * plan.get("dp", 1)).run(runs.steps_of, settings):
         got = torch.tensor(steps)
         torch.testing.assert_close(got[:, 0], want[:, 0], rtol=2e-3, atol=0)
         torch.testing.assert_close(got[:2, 1], want[:2, 1], rtol=1e-2, atol=0)  # gradient norms
+
+
+def test_heads_that_ranks_share_under_a_split_backward(data):
+    """Gradients of the weights of keys and values are summed over ranks, when the schedule computes them."""
+    model = MODEL | {"num_heads": 2, "num_kv_heads": 1}
+    want = [loss for loss, _ in runs.steps_of(0, settings_of(data, model=model))]
+    plan = {"tp": 2, "pp": 2, "layers_per_chunk": [1, 2], "schedule": "zb-h1"}
+    for steps in ranks(4).run(runs.steps_of, settings_of(data, model=model, parallel=plan)):
+        assert [loss for loss, _ in steps] == pytest.approx(want, rel=2e-3)
+
+
+def test_blocks_and_mxfp8_over_ranks(data):
+    for linears in ("fp8_blockwise", "mxfp8"):
+        precision = FP8 | {"linears": linears}
+        options = {"model": WIDE, "run": {"steps": 2}}
+        want = losses(data, precision, **options)
+        assert want != losses(data, {"dtype": "bf16"}, **options)
+        for plan in ({"tp": 2}, {"dp": 2, "zero": 3}):
+            settings = settings_of(data, precision, **options, parallel={"global_batch": 8, "micro_batch": 1} | plan)
+            for steps in ranks(2).run(runs.steps_of, settings):
+                assert [loss for loss, _ in steps] == pytest.approx(want, rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -78,7 +103,7 @@ def test_first_and_last_layers_stay_and_gradients_reach_all(data):
     trainer = runs.trainer_of(settings_of(data))
     linears = {name: m for name, m in trainer.model.named_modules() if isinstance(m, ParallelLinear)}
     for name, linear in linears.items():
-        assert linear.float8 == ("emulated" if name.startswith("layers.1.") else "none")
+        assert linear.precision == ("fp8_rowwise" if name.startswith("layers.1.") else "bf16")
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for _ in range(2):  # the first rate of the warmup may be 0
         trainer.step()
@@ -89,14 +114,10 @@ def test_first_and_last_layers_stay_and_gradients_reach_all(data):
 @pytest.mark.parametrize(
     ("precision", "sections", "message"),
     [
-        ({"fp8_emulation": False}, {}, r"precision\.fp8: float8 products need a GPU.*precision\.fp8_emulation = true"),
+        ({"fp8_emulation": False}, {}, r"precision\.linears: fp8_rowwise products need a GPU.*fp8_emulation = true"),
         ({"dtype": "fp32"}, {}, "needs precision.dtype = \"bf16\", got 'fp32'"),
-        ({"fp8": "none"}, {}, 'needs precision.fp8 = "current"'),
-        (
-            {},
-            {"parallel": {"pp": 3, "schedule": "zb-h1"}},
-            "needs the schedule 1f1b, interleaved or gpipe, got 'zb-h1'",
-        ),
+        ({"linears": "bf16"}, {}, "needs precision.linears fp8_rowwise, fp8_blockwise, mxfp8, got 'bf16'"),
+        ({"linears": "fp8_blockwise"}, {}, r"(?s)precision\.linears.* that 128 divides on each rank.*layers\.1"),
         ({"fp8_bf16_layers": 2}, {}, "is 2, at the start and at the end, which leaves none of the 3 layers"),
         ({}, {"model": {**MODEL, "ffn_hidden_size": 72}}, r"layers\.1\.mlp\.gate has 32 x 72"),
         ({}, {"parallel": {"tp": 4, "global_batch": 8}}, r"on each rank of tp: layers\.1\.attention\.q has 32 x 8"),
@@ -110,9 +131,11 @@ def test_refusals_name_the_key(data, precision, sections, message):
 def test_parallelize_refuses():
     config = TransformerConfig(vocab_size=32, seq_length=16, num_layers=2, hidden_size=32, num_heads=4)
     model, plan = Transformer(config), Plan(global_batch=1, dtype="bf16")
-    with pytest.raises(ValueError, match=r"float8 has no linear of parallel_ops\.layers in the blocks 1 to 0 of 2"):
-        parallelize(model, ParallelMesh(), plan, float8="current")
-    with pytest.raises(ValueError, match="float8 needs the plan's dtype to be 'bf16', got 'fp32'"):
-        parallelize(model, ParallelMesh(), float8="current")
+    with pytest.raises(ValueError, match=r"mxfp8 has no linear of parallel_ops\.layers in the blocks 1 to 0 of 2"):
+        parallelize(model, ParallelMesh(), plan, precision="mxfp8")
+    with pytest.raises(ValueError, match="mxfp8 needs the plan's dtype to be 'bf16', got 'fp32'"):
+        parallelize(model, ParallelMesh(), precision="mxfp8")
+    with pytest.raises(ValueError, match=r"precision must be one of 'bf16', 'fp8_rowwise', .* got 'fp8'"):
+        parallelize(model, ParallelMesh(), plan, precision="fp8")
     with pytest.raises(ValueError, match="float8_bf16_blocks must be at least 0, got -1"):
-        parallelize(model, ParallelMesh(), plan, float8="current", float8_bf16_blocks=-1)
+        parallelize(model, ParallelMesh(), plan, precision="mxfp8", float8_bf16_blocks=-1)
