@@ -123,8 +123,8 @@ def float8_linear(
         biases: ``[N]`` or ``None``, one for each weight.
         recipe: How matrices are quantized; see ``ops.float8_recipes``.
         emulated: quantize in the same way, but multiply in fp32: on any device, slower than bfloat16.
-        deferred, targets: a queue that computes the weights' gradients later, and what it adds each to (``GradientOf``), or
-            ``None`` for a weight without a gradient. By default autograd gets them.
+        deferred, targets: a queue that computes the weights' gradients later, and what it adds each to: a
+            ``GradientOf``, or ``None`` for a weight without a gradient. By default autograd gets them.
 
     Returns:
         ``[..., N]`` for each weight, bfloat16. Gradients are bfloat16; those of biases are sums of the output's

@@ -1,7 +1,9 @@
 """Activations in host memory: the same bits, in order, bounded, and nothing left over."""
 
 import gc
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,9 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.planner import presets
 from parallel_ops.train import offload
+from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.offload import offload_activations
-from parallel_ops.train.planner_bridge import forecast
+from parallel_ops.train.planner_bridge import Device, changed, forecast, replan
 from parallel_ops.train.recompute import recompute
 from support import trainer as runs
 from support.distributed import ranks
@@ -271,3 +274,21 @@ def test_wrong_arguments(options, message):
         blocks(**options)
     with pytest.raises(ValueError, match=r"no module 'layer\.0'"):
         offload_activations(Blocks(), ["layer.0"])
+
+
+def test_the_example_equals_one_process():
+    """MXFP8, activations in host memory and Muon by owner, under a schedule that splits the backward."""
+    pytest.importorskip("tomllib", reason="needs Python 3.11")
+    root = Path(__file__).parents[2]
+    changes = ["run.steps=3", "optimizer.warmup=1", "checkpoint.dir='none'", "logging.jsonl='none'", "run.device='cpu'"]
+    changes.append(f"data.paths=['{root / 'CONTRIBUTING.md'}', '{root / 'README.md'}']")
+    settings = read_settings(root / "examples/float8.toml", changes)
+    alone = replan(settings, 1, Device("", 2.0**40, gpu=False))
+    alone = changed(alone, {"zero": 0})
+    without = read_settings(root / "examples/float8.toml", [*changes, "recompute.offload='none'"])
+    want = runs.steps_of(0, alone)
+    got, same = (ranks(4).run(runs.steps_of, each) for each in (settings, without))
+    assert got == same
+    for steps in got:
+        np.testing.assert_allclose(np.array(steps)[:, 0], np.array(want)[:, 0], rtol=3e-3)
+    assert want[-1][0] < want[0][0]
