@@ -23,7 +23,7 @@ stream of the computation; torchtune's ``OffloadActivations``, which has one cop
 import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import ReferenceType, ref
 
 import torch
@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 from parallel_ops._internal.distributed.compat import in_backward
 
 Offload = Literal["none", "inputs", "all"]
-KINDS = ("none", "inputs", "all")
 # A copy of less is not worth two transfers, of about 10 us each.
 LEAST_BYTES = 1 << 20
 
@@ -157,9 +156,7 @@ class ActivationOffload:
 
     def expect(self, key: Hashable) -> None:
         """Starts to copy back what the backward of a micro-batch reads first."""
-        found = self._last.get(key)
-        call = None if found is None else found()
-        if call is not None:
+        if (found := self._last.get(key)) is not None and (call := found()) is not None:
             self._fetch(call.earlier(self.in_flight - 1))
 
     def wrap(self, block: nn.Module) -> None:
@@ -287,17 +284,17 @@ def offload_activations(
         ValueError: ``kind`` is unknown, a name is that of no module, ``in_flight`` is below 1 or ``least_bytes`` below
             0.
     """
-    if kind not in KINDS:
-        raise ValueError(f"offload_activations: kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    if kind not in (known := get_args(Offload)):
+        raise ValueError(f"offload_activations: kind must be one of {', '.join(map(repr, known))}, got {kind!r}")
     if in_flight < 1:
         raise ValueError(f"offload_activations: in_flight must be at least 1, got {in_flight}")
     if least_bytes < 0:
         raise ValueError(f"offload_activations: least_bytes must be at least 0, got {least_bytes}")
-    known = dict(model.named_modules())
-    if missing := [name for name in names if name not in known]:
+    modules = dict(model.named_modules())
+    if missing := [name for name in names if name not in modules]:
         raise ValueError(f"offload_activations: the model has no module {missing[0]!r}")
     found = ActivationOffload(kind, in_flight, least_bytes)
     if kind != "none":
         for name in names:
-            found.wrap(known[name])
+            found.wrap(modules[name])
     return found
