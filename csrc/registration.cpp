@@ -37,45 +37,30 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def(
       "scaled_causal_softmax_backward(Tensor grad, Tensor y, Tensor? sink_share, float scale, int? window) -> "
       "(Tensor, Tensor)");
+#define LOSS_OPTIONS                                                                                 \
+  "float label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_out_of_range, " \
+  "int reduction"
+  m.def("cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, " LOSS_OPTIONS
+        ", bool inplace_backward) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, float label_smoothing, float z_loss, float "
-      "softcap, int ignore_index, bool ignore_out_of_range, int reduction, bool inplace_backward) -> (Tensor, "
-      "Tensor, Tensor, Tensor)");
+      "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? class_weight, int start, int vocab, " LOSS_OPTIONS
+      ") -> (Tensor, Tensor)");
+  m.def("cross_entropy_combine(Tensor statistics, Tensor column, " LOSS_OPTIONS ") -> (Tensor, Tensor)");
   m.def(
-      "cross_entropy_with_gradient(Tensor logits, Tensor target, Tensor? class_weight, float label_smoothing, float "
-      "z_loss, float softcap, int ignore_index, bool ignore_out_of_range, int reduction) -> (Tensor, Tensor, Tensor, "
-      "Tensor, Tensor)");
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor? class_weight, Tensor column, Tensor saved, "
+      "Tensor? divisor, " LOSS_OPTIONS ", Tensor(a!) out) -> ()");
+  m.def("vocab_parallel_cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, " LOSS_OPTIONS
+        ", bool inplace_backward, str group) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "cross_entropy_with_gradient_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float label_smoothing, "
-      "float z_loss, float softcap, int ignore_index, bool ignore_out_of_range, int reduction, bool of_sum) -> "
-      "(Tensor, Tensor, Tensor, Tensor)");
-  m.def("cross_entropy_scale_(Tensor(a!) gradient, Tensor factor) -> ()");
+      "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+      "Tensor? class_weight, " LOSS_OPTIONS
+      ", str? group, int parts, int chunk_bytes, bool[] needs) -> "
+      "(Tensor loss, Tensor column, Tensor saved, Tensor divisor, Tensor dhidden, Tensor dweight, Tensor dbias)");
   m.def(
-      "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? class_weight, int start, int vocab, int "
-      "ignore_index, bool ignore_out_of_range, float softcap, bool smoothing) -> (Tensor, Tensor)");
-  m.def(
-      "cross_entropy_combine(Tensor statistics, Tensor column, float label_smoothing, float z_loss) -> (Tensor, "
-      "Tensor)");
-  m.def(
-      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor? class_weight, Tensor column, Tensor saved, Tensor? "
-      "divisor, float label_smoothing, float z_loss, float softcap) -> Tensor");
-  m.def(
-      "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor? class_weight, Tensor column, Tensor saved, "
-      "Tensor? divisor, float label_smoothing, float z_loss, float softcap) -> ()");
-  m.def(
-      "vocab_parallel_cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, str group, float "
-      "label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_out_of_range, bool "
-      "inplace_backward) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? "
-      "class_weight, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
-      "ignore_out_of_range, int reduction, int parts, int chunk_bytes, bool[] needs) -> (Tensor loss, Tensor column, "
-      "Tensor saved, Tensor divisor, Tensor dhidden, Tensor dweight, Tensor dbias)");
-  m.def(
-      "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor? "
-      "class_weight, Tensor column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, "
-      "int ignore_index, bool ignore_out_of_range, int reduction, int parts, int chunk_bytes, bool[] needs) -> "
-      "(Tensor, Tensor, Tensor)");
+      "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, "
+      "Tensor? class_weight, Tensor column, Tensor saved, " LOSS_OPTIONS
+      ", str? group, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
+#undef LOSS_OPTIONS
   m.def(
       "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs, bool exact) -> Tensor[]");

@@ -27,16 +27,18 @@ ENTRY = """::: {path}
 
 
 def public_names(package: str) -> dict[str, str]:
-    """The full path of each name of ``__all__``, in its order."""
+    """The full path of each public name: those of ``__all__``, or imports of the form ``name as name``."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
-    imported, names = {}, []
+    imported, exported, names = {}, set(), []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             imported.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+            exported |= {alias.name for alias in node.names if alias.name == alias.asname}
         elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             names = ast.literal_eval(node.value)
+    names = names or sorted(exported)
     if not names:
-        raise ValueError(f"{package} has no __all__ that is a list of strings")
+        raise ValueError(f"{package} has neither __all__ nor imports of the form `name as name`")
     return {name: imported.get(name, f"{package}.{name}") for name in names}
 
 

@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each from its own file, since the op and its file share a name
-    from parallel_ops.comm import ParallelMesh
+    from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients
+    from parallel_ops.comm import ParallelMesh, PeerError
     from parallel_ops.context_parallel.attention import ring_attention
     from parallel_ops.context_parallel.layouts import SequenceLayout, join_sequence, split_sequence
     from parallel_ops.ops.activations.bias_gelu import bias_gelu
@@ -18,26 +19,35 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.attention.flash_attention import flash_attention
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
     from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy
+    from parallel_ops.ops.cross_entropy.kernels import LossStatistics
     from parallel_ops.ops.experts.grouped_linear import grouped_linear
     from parallel_ops.ops.experts.order import ExpertOrder, sort_by_expert
     from parallel_ops.ops.experts.permute import permute, unpermute
     from parallel_ops.ops.experts.route import Routing, load_balancing_loss, route
+    from parallel_ops.ops.float8_linear import float8_linear
     from parallel_ops.ops.norms.layer_norm import layer_norm
     from parallel_ops.ops.norms.rms_norm import rms_norm
     from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_qk
     from parallel_ops.ops.softmaxes.scaled_causal_softmax import scaled_causal_softmax
     from parallel_ops.ops.softmaxes.scaled_masked_softmax import scaled_masked_softmax
-    from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
     from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear
     from parallel_ops.tensor_parallel.linear.column_parallel_linear import column_parallel_linear
     from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import linear_reduce_scatter
+    from parallel_ops.tensor_parallel.loss.cross_entropy import vocab_parallel_cross_entropy
+    from parallel_ops.tensor_parallel.loss.linear_cross_entropy import (
+        linear_cross_entropy,
+        vocab_parallel_linear_cross_entropy,
+    )
     from parallel_ops.triton_kernels.experimental import enable_experimental
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeferredWeightGradients",
     "ExpertOrder",
+    "LossStatistics",
     "ParallelMesh",
+    "PeerError",
     "Routing",
     "SequenceLayout",
     "all_gather_linear",
@@ -48,10 +58,12 @@ __all__ = [
     "cross_entropy",
     "enable_experimental",
     "flash_attention",
+    "float8_linear",
     "gelu_mul",
     "grouped_linear",
     "join_sequence",
     "layer_norm",
+    "linear_cross_entropy",
     "linear_reduce_scatter",
     "load_balancing_loss",
     "permute",
@@ -70,20 +82,8 @@ __all__ = [
     "vocab_parallel_linear_cross_entropy",
 ]
 
-# Where the names that are no local op come from.
-_HOMES = {
-    "ParallelMesh": "comm",
-    "SequenceLayout": "context_parallel",
-    "all_gather_linear": "tensor_parallel",
-    "column_parallel_linear": "tensor_parallel",
-    "enable_experimental": "triton_kernels.experimental",
-    "join_sequence": "context_parallel",
-    "linear_reduce_scatter": "tensor_parallel",
-    "ring_attention": "context_parallel",
-    "split_sequence": "context_parallel",
-    "vocab_parallel_cross_entropy": "tensor_parallel",
-    "vocab_parallel_linear_cross_entropy": "tensor_parallel",
-}
+# Rooms of the names above, searched in this order.
+_HOMES = ("ops", "tensor_parallel", "comm", "context_parallel", "triton_kernels.experimental")
 _ROOMS = {
     "comm", "context_parallel", "expert_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel",
     "planner", "tensor_parallel", "tokenization", "train",
@@ -97,7 +97,8 @@ if not TYPE_CHECKING:  # a type checker would take any name that it could not re
             return importlib.import_module(f"parallel_ops.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'parallel_ops' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"parallel_ops.{_HOMES.get(name, 'ops')}"), name)
+        homes = (importlib.import_module(f"parallel_ops.{home}") for home in _HOMES)
+        value = next(getattr(home, name) for home in homes if hasattr(home, name))
         globals()[name] = value
         return value
 

@@ -37,7 +37,6 @@ SHAPES: dict[str, list[Shape]] = {
     "route": _ROUTED,
     "permute": _PERMUTED,
     "vocab_parallel_cross_entropy": _LOGITS,
-    "vocab_parallel_cross_entropy.in_forward": _LOGITS[1:],  # a peer in the op's benchmark file
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

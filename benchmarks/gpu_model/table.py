@@ -29,8 +29,6 @@ model of its own; the linear loss is a product of torch's and is not here.
 - **Lost to**, where an op is below {enough:.0%} of a clone: what takes the largest part of the difference. Bytes beyond
   the least; what runs beside them and does not hide (issue, special, L2, latency); multiprocessors without work
   (waves); sums of columns that the last programs of a launch add; gaps between an op's own launches.
-- `full` is forward and backward together: `in_forward` is the loss that makes its gradient in the forward, which moves
-  two thirds of what the two apart must.
 
 Assumed: a clone reaches {clone:.1%} of the specified bandwidth (measured for an H100 by quack); a load takes
 {latency:.0f} ns under load, {l2_latency:.0f} from L2; between an op's launches lie {gap:.0f} us; all programs of a

@@ -82,8 +82,7 @@ PATHS: tuple[GpuPath, ...] = (
     _op("softmaxes", "scaled_causal_softmax"),
     _op("softmaxes", "scaled_masked_softmax"),
     _op(
-        "cross_entropy", "cross_entropy", "cross_entropy_backward_", "cross_entropy_combine", "cross_entropy_scale_",
-        "cross_entropy_statistics", "cross_entropy_with_gradient", "cross_entropy_with_gradient_",
+        "cross_entropy", "cross_entropy", "cross_entropy_backward", "cross_entropy_combine", "cross_entropy_statistics",
         "vocab_parallel_cross_entropy", benchmark="vocab_parallel_cross_entropy",
     ),
     GpuPath(

@@ -23,7 +23,6 @@ LOOKS = {
     "replay": ("#3f8f75", "parallel_ops, replayed as a CUDA graph"),
     "triton": ("#2f7f65", "parallel_ops, its own kernels"),
     "inplace": ("#7cc3a4", "parallel_ops, in place"),
-    "in_forward": ("#4d9e7c", "parallel_ops, gradient in the forward"),
     "eager": ("#b8bfc6", "PyTorch eager"),
     "compile": ("#6b9bd1", "torch.compile"),
     "torch": ("#8a6fb3", "PyTorch's own fused op"),

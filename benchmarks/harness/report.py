@@ -10,7 +10,7 @@ from rich.table import Table
 from benchmarks.harness.results import PROVIDERS, Row
 from benchmarks.harness.spec import Shape
 
-WAYS = ("replay", "inplace", "in_forward", "triton")  # other ways to call the op itself
+WAYS = ("replay", "inplace", "triton")  # other ways to call the op itself
 _RIVALS = tuple(p for p in PROVIDERS if p not in ("parallel_ops", *WAYS, "clone"))
 
 Group = dict[str, Row]  # the providers of one case

@@ -10,7 +10,7 @@ from benchmarks.harness.environment import Environment
 
 # The providers, in the order in which tables and charts show them.
 PROVIDERS = (
-    *("parallel_ops", "replay", "inplace", "in_forward", "triton", "eager", "compile", "torch", "liger", "cce"),
+    *("parallel_ops", "replay", "inplace", "triton", "eager", "compile", "torch", "liger", "cce"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "window", "documents", "clone"),
 )
 

@@ -23,10 +23,6 @@ def inplace() -> Provider:
     return functools.partial(vocab_parallel_cross_entropy, inplace_backward=True)
 
 
-def gradient_in_forward() -> Provider:
-    return functools.partial(vocab_parallel_cross_entropy, gradient_in_forward=True, inplace_backward=True)
-
-
 def liger() -> Provider:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
@@ -49,10 +45,9 @@ def shapes(device: str, dtype: torch.dtype, quick: bool) -> list[Shape]:
 BENCHMARKS = (
     Benchmark(
         "vocab_parallel_cross_entropy", build, vocab_parallel_cross_entropy, eager, traffic, shapes, tiny=(8, 64),
-        # A call that writes over the logits can go back once only: forward and backward together.
+        # A call that writes over the logits has one backward only: forward and backward together.
         peers={
             "inplace": Peer(inplace, devices=("cpu", "cuda"), directions=("full",)),
-            "in_forward": Peer(gradient_in_forward, devices=("cpu", "cuda"), directions=("full",)),
             "liger": Peer(liger, directions=("full",)),
         },
     ),

@@ -23,7 +23,16 @@ _POLL_SECONDS = 0.02
 
 
 class PeerError(RuntimeError):
-    """A rank of the group is gone, stuck, or makes other calls. The message names the op and, if known, the rank."""
+    """A rank of the group is gone, stuck, or makes other calls. The message names the op and, if known, the rank.
+
+    Examples:
+        >>> from parallel_ops import PeerError
+        >>> try:
+        ...     raise PeerError("all_gather: rank 1 is gone")
+        ... except RuntimeError as error:
+        ...     print(error)
+        all_gather: rank 1 is gone
+    """
 
 
 class Board:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.distributed.compat import in_backward
-from parallel_ops.ops.experts import Routing
+from parallel_ops.ops import Routing
 
 
 class Elsewhere(Protocol):

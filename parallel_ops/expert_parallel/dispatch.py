@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm import all_to_all
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.expert_parallel.exchange import Exchange
-from parallel_ops.ops.experts import ExpertOrder, permute, sort_by_expert, unpermute
+from parallel_ops.ops import ExpertOrder, permute, sort_by_expert, unpermute
 
 
 class Arrived(NamedTuple):

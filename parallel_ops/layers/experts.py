@@ -27,8 +27,7 @@ from parallel_ops.layers.parameters import (
     to_local,
     uniform,
 )
-from parallel_ops.ops import bias_swiglu, grouped_linear
-from parallel_ops.ops.experts import Routing, route
+from parallel_ops.ops import Routing, bias_swiglu, grouped_linear, route
 
 
 class Router(ShardedModule):

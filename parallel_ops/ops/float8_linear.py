@@ -135,6 +135,14 @@ def float8_linear(
             ``emulated``.
 
     Sharding: x, weights and biases of one rank.
+
+    Examples:
+        >>> import torch
+        >>> from parallel_ops import float8_linear
+        >>> x, weight = torch.randn(4, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+        >>> (y,) = float8_linear(x, [weight], [None], emulated=True)
+        >>> y.shape, bool((y - x @ weight.T).abs().max() < 2)
+        (torch.Size([4, 16]), True)
     """
     if recipe not in RECIPES:
         raise ValueError(f"{_NAME}: recipe must be one of {', '.join(map(repr, RECIPES))}, got {recipe!r}")

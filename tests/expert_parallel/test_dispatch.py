@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_ops.expert_parallel import AuxiliaryLosses, update_selection_bias
-from parallel_ops.ops.experts import load_balancing_loss, route
+from parallel_ops.ops import load_balancing_loss, route
 from support import expert_parallel as on_rank
 from support.distributed import ranks
 

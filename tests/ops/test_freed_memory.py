@@ -36,9 +36,11 @@ SEED = {"seed": lambda: t(1, dtype=I64)}
 ATTENTION = {"q": heads, "k": heads, "v": heads, "spans": lambda: t(2, ROWS, dtype=torch.int32), **SEED}
 BLOCK = {"left": None, "right": None, "scale": 1.0, "softcap": 0.0, "p": 0.5, "places": [0, 1, 0, 1, 0, 0]}
 STATISTICS = {"statistics": lambda: t(2, 1, 2, ROWS)}
-LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0}
+LOSS = {
+    "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "ignore_index": -100, "ignore_out_of_range": False,
+    "reduction": 0,
+}  # fmt: skip
 TARGETS = {"target": lambda: t(ROWS, dtype=I64), "class_weight": lambda: t(COLS)}
-IGNORE = {"ignore_index": -100, "ignore_out_of_range": False}
 ROTARY = {"cos": lambda: t(ROWS, 2), "sin": lambda: t(ROWS, 2), "positions": lambda: t(ROWS, dtype=I64)}
 PACKED = {"cos": lambda: t(ROWS, 2), "sin": lambda: t(ROWS, 2), "positions": None}
 HEADS_LAST = {"interleaved": False, "heads_first": False}
@@ -74,22 +76,14 @@ CALLS = [
     ("scaled_masked_softmax_backward", {"grad": x, "y": x, "sink_share": row, "scale": 1.0}),
     ("scaled_causal_softmax", {"scores": x, "sink": lambda: t(1), "scale": 1.0, "window": None}),
     ("scaled_causal_softmax_backward", {"grad": x, "y": x, "sink_share": row, "scale": 1.0, "window": None}),
-    ("cross_entropy", {"logits": x, **TARGETS, **LOSS, **IGNORE, "reduction": 0, "inplace_backward": False}),
-    ("cross_entropy_with_gradient", {"logits": x, **TARGETS, **LOSS, **IGNORE, "reduction": 0}),
-    ("cross_entropy_with_gradient_", {"logits": x, **TARGETS, **LOSS, **IGNORE, "reduction": 0, "of_sum": False}),
-    ("cross_entropy_scale_", {"gradient": x, "factor": scalar}),
-    (
-        "cross_entropy_statistics",
-        {"logits": x, **TARGETS, "start": 0, "vocab": COLS, **IGNORE, "softcap": 0.0, "smoothing": False},
-    ),
+    ("cross_entropy", {"logits": x, **TARGETS, **LOSS, "inplace_backward": False}),
+    ("cross_entropy_statistics", {"logits": x, **TARGETS, "start": 0, "vocab": COLS, **LOSS}),
     (
         "cross_entropy_combine",
-        {"statistics": lambda: t(1, 3, ROWS), "column": lambda: t(ROWS, dtype=I64), "label_smoothing": 0.0,
-         "z_loss": 0.0},
+        {"statistics": lambda: t(1, 3, ROWS), "column": lambda: t(ROWS, dtype=I64), **LOSS},
     ),
-    ("cross_entropy_backward", {**GRADIENT, **LOSS}),
-    ("cross_entropy_backward", {**GRADIENT, "grad": scalar, "divisor": scalar, **LOSS}),
-    ("cross_entropy_backward_", {**GRADIENT, **LOSS}),
+    ("cross_entropy_backward", {**GRADIENT, **LOSS, "out": x}),
+    ("cross_entropy_backward", {**GRADIENT, "grad": scalar, "divisor": scalar, **LOSS, "out": x}),
     ("layer_norm", {"x": x, "weight": lambda: t(COLS), "bias": lambda: t(COLS), "residual": x, "eps": 1e-5,
                     "zero_centered": False}),
     ("layer_norm_backward", {**NORM, "bias": lambda: t(COLS), "mean": row}),

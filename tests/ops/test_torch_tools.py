@@ -96,14 +96,6 @@ def test_batches_of_gradients(name):
         assert torch.equal(batch[0], expected)
 
 
-def test_samples_that_need_their_own_forward():
-    """A gradient that was computed in the forward is used up by the first sample."""
-    x = X.detach().clone().requires_grad_()
-    loss = cross_entropy(x, TARGET, gradient_in_forward=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, x, torch.ones(2), is_grads_batched=True)
-
-
 RAISE = {"vocab_parallel_cross_entropy", "cross_entropy", "vocab_parallel_linear_cross_entropy", "loss of each row"}
 RAISE |= {"column_parallel_linear", "all_gather_linear", "linear_reduce_scatter", "written over"}
 NO_FORWARD_MODE = "forward-mode|forward mode|jvp"  # the last two by torch, of autograd functions

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from parallel_ops.comm import consistency
 from parallel_ops.comm import primitives as _primitives
-from parallel_ops.tensor_parallel.loss import vocab_shards as _vocab_shards
+from parallel_ops.tensor_parallel.loss import cross_entropy as _loss
 from ptx.kernels import differentiable
 from support.distributed import ranks
 
@@ -149,7 +149,7 @@ def _asking_as_on_cuda() -> Iterator[None]:
         mock.patch.object(consistency, "refuse_capture"),
         mock.patch.object(consistency, "_compare", lambda group, call, device: ask(group, call, torch.device("cpu"))),
         mock.patch.object(
-            _vocab_shards,
+            _loss,
             "check_consistency",
             lambda group, call, device, known: check_consistency(group, call, cuda, known=known),
         ),

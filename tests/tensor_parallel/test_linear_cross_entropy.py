@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops import vocab_parallel_linear_cross_entropy
+from parallel_ops import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import linear_cross_entropy_reference
 from support import suite, vocab_parallel
 from support.distributed import Raised, ranks
@@ -147,13 +147,32 @@ def test_gradient_matches_finite_differences(device, options):
 @pytest.mark.parametrize("per_row", [False, True])
 def test_custom_op_contract(device, per_row):
     h, w, target, bias = inputs((3, 2), 4, 5, device=device)
-    options = [None, 0.1, 0.01, 3.0, -100, False, 0 if per_row else 1, 1, 100]
+    options = [0.1, 0.01, 3.0, -100, False, 0 if per_row else 1, None, 1, 100]
     suite.check_op(raw_op, [h, w, bias, target, None, *options, [True, True, True]])
     weight = torch.rand(5, device=device)
     suite.check_op(raw_op, [h.detach(), w, None, target, weight, *options, [False, True, False]])
     reduction = "none" if per_row else "mean"
     ours = positional(vocab_parallel_linear_cross_entropy, reduction=reduction)
     suite.check_second_derivative_raises(ours, [h, w, target])
+
+
+@devices
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_on_one_device_by_its_own_name(device, options):
+    args = inputs((20,), 8, 30, device=device)
+    ours, expected = (
+        suite.forward_backward(positional(op, chunk_bytes=600, **options), args)
+        for op in (linear_cross_entropy, vocab_parallel_linear_cross_entropy)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    hidden, weight, target, _ = args
+    with pytest.raises(ValueError, match=r"^linear_cross_entropy: weight must have shape \[V, 8\]"):
+        linear_cross_entropy(hidden, weight.t(), target, **options)
+    with pytest.raises(ValueError, match=r"^linear_cross_entropy: z_loss must be a finite number"):
+        linear_cross_entropy(hidden, weight, target, z_loss=-1.0)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"^linear_cross_entropy: target 30 in row 0 is outside the vocabulary"):
+            linear_cross_entropy(hidden, weight, torch.full_like(target, 30), **options)
 
 
 @devices

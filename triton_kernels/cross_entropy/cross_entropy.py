@@ -1,12 +1,11 @@
-"""cross_entropy: row statistics with each logit read once, their combination, and the gradient in a second pass; or all
-of it in one kernel, for which the logits cross the memory bus once each way."""
+"""cross_entropy: row statistics with each logit read once, their combination, and the gradient in a second pass."""
 
 import torch
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, scratch, unit_of, vector_cols
 from parallel_ops.triton_kernels._launch import launch
-from parallel_ops.triton_kernels.cross_entropy.gradient import _backward_kernel, _scale_kernel, _with_gradient_kernel
+from parallel_ops.triton_kernels.cross_entropy.gradient import _backward_kernel
 from parallel_ops.triton_kernels.cross_entropy.statistics import _combine_kernel, _merge_kernel, _statistics_kernel
 
 # A program's part of a row stays in registers between its maximum and its sum: 8 warps with 64 fp32 values a thread,
@@ -19,10 +18,6 @@ PART_ELEMENTS = 64
 GRADIENT_WARPS = 8
 GRADIENT_LOADS = 4
 MERGE_ROWS = 128
-# In one kernel a program has a whole row, in registers up to 64 bytes a thread. A longer one it reads twice, the second
-# time from the L2 cache: programs of 32 warps with more than 32 registers a thread, so one a multiprocessor, keep 132
-# rows of 131,072 bf16 logits there, 35 MB of an H100's 50.
-ROW_WARPS = 32
 
 
 def statistics(
@@ -84,47 +79,6 @@ def backward(
         label_smoothing, z_loss, softcap,
         SOFTCAP=softcap > 0.0, SMOOTHING=label_smoothing != 0.0, WEIGHTED=class_weight is not None,
         EVEN=cols % block_cols == 0, UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols, num_warps=GRADIENT_WARPS,
-    )  # fmt: skip
-
-
-def with_gradient(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: Tensor,
-    loss: Tensor, column: Tensor, saved: Tensor, gradient: Tensor,
-    *, label_smoothing: float, z_loss: float, softcap: float, ignore_index: int, ignore_out_of_range: bool,
-) -> None:  # fmt: skip
-    """The losses of all rows of unsharded logits and their gradient for an incoming gradient of ``scale``.
-
-    ``scale`` has one element and the dtype of ``loss``; ``gradient`` is contiguous and may be ``logits`` itself.
-    """
-    if target.numel() == 0:
-        return
-    x, rows, cols, x_stride = as_rows(logits)
-    # Softcap and class weights take registers: half as many elements a thread, else they spill.
-    thread_bytes = 32 if softcap > 0.0 or class_weight is not None else 64
-    # Of 32 warps a thread has 64 registers, where a softcap needs some 70.
-    warps = ROW_WARPS // 2 if softcap > 0.0 else ROW_WARPS
-    wide = 32 * warps * thread_bytes // (4 if logits.dtype is torch.float64 else 1) // logits.dtype.itemsize
-    block_cols = min(wide, next_power_of_2(max(cols, 1)))
-    smoothing = label_smoothing != 0.0
-    launch(
-        _with_gradient_kernel, (rows,),
-        x, target, _contiguous(class_weight), scale, loss, column, saved, gradient, rows, cols, x_stride,
-        ignore_index, label_smoothing, z_loss, softcap,
-        IGNORE_OUT_OF_RANGE=ignore_out_of_range, SOFTCAP=softcap > 0.0, SMOOTHING=smoothing,
-        WIDTH=7 if class_weight is not None else 5 if smoothing else 3, EVEN=cols % block_cols == 0 and cols > 0,
-        UNIT=unit_of(cols, x_stride), WHOLE=cols <= block_cols, BLOCK_COLS=block_cols,
-        num_warps=max(1, min(warps, block_cols * logits.dtype.itemsize // (32 * thread_bytes))),
-    )  # fmt: skip
-
-
-def scale(gradient: Tensor, factor: Tensor) -> None:
-    """``gradient *= factor``, which has one element; a factor of 1 moves nothing."""
-    if gradient.numel() == 0:
-        return
-    block = 4 * vector_cols(gradient.dtype, 4)
-    launch(
-        _scale_kernel, (cdiv(gradient.numel(), block),),
-        gradient, factor, gradient.numel(), UNIT=unit_of(gradient.numel()), BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, read once, and what losses are made of them."""
+"""Statistics of rows of logits, read once, and the losses made of them."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def load(pointers, col, cols, EVEN: tl.constexpr, other):
 
 @triton.jit
 def column_of(target, start, vocab, cols, ignore_index, IGNORE_OUT_OF_RANGE: tl.constexpr):
-    """Where the target of a row is."""
+    """The target of a row as a column of this shard, or a constant."""
     target = target.to(tl.int64)
     valid = (target >= 0) & (target < vocab)
     here = valid & (target >= start) & (target - start < cols)
@@ -94,7 +94,7 @@ def _statistics_kernel(
 
 @triton.jit
 def _merge(in_ptr, parts, rows, row, mask, WIDTH: tl.constexpr):
-    """The statistics of all parts, added in order; those that are not there are of no use."""
+    """The statistics of all parts, added in order; rows past the last give values that are not used."""
     largest = tl.load(in_ptr + row, mask=mask, other=0.0)
     exps = tl.load(in_ptr + rows + row, mask=mask, other=1.0)
     at_target = tl.load(in_ptr + 2 * rows + row, mask=mask, other=0.0)
@@ -149,7 +149,7 @@ def store_loss(
     loss_ptr, saved_ptr, row, rows, mask, column, largest, exps, at_target, total, count, target_weight, weights,
     label_smoothing, z_loss, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes the losses of rows and what their gradients need, and returns the logarithms of ``exps``."""
+    """Writes the losses of rows and what their gradients need."""
     eps, z_loss = tl.cast(label_smoothing, exps.dtype), tl.cast(z_loss, exps.dtype)
     log_exps = tl.log(exps)
     lse = largest + log_exps
@@ -172,7 +172,6 @@ def store_loss(
     if WIDTH > 5:
         tl.store(saved_ptr + 4 * rows + row, target_weight, mask=mask)
         tl.store(saved_ptr + 5 * rows + row, weights, mask=mask)
-    return log_exps
 
 
 @triton.jit(do_not_specialize=["label_smoothing", "z_loss"])

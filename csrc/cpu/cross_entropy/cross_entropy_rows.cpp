@@ -94,8 +94,8 @@ acc_t<T> Logits<T>::logit(int64_t row, int64_t column) const {
 }
 
 template <class T>
-void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_t vocab, int64_t ignore_index,
-                    bool ignore_out_of_range, int64_t width, acc_t<T>* out, int64_t* column) {
+void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_t vocab, int64_t width, acc_t<T>* out,
+                    int64_t* column) {
   using A = acc_t<T>;
   const int64_t cols = logits.cols();
   const int64_t block = rows < kFewRows ? kBlockCols : std::max<int64_t>(cols, 1);
@@ -111,7 +111,7 @@ void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_
   for (int64_t row = 0; row < rows; ++row) {
     Part<A> total = parts[static_cast<size_t>(row * blocks)];
     for (int64_t b = 1; b < blocks; ++b) total.add(parts[static_cast<size_t>(row * blocks + b)]);
-    column[row] = logits.column(row, start, vocab, ignore_index, ignore_out_of_range);
+    column[row] = logits.column(row, start, vocab);
     const bool here = column[row] >= 0;
     const A values[] = {total.max,       total.exps,  here ? logits.logit(row, column[row]) : A(0),
                         total.sum,       total.count, here ? logits.weight(column[row]) : A(0),
@@ -181,11 +181,10 @@ void row_gradient(const Logits<T>& logits, int64_t row, int64_t col, int64_t n, 
   }
 }
 
-#define INSTANTIATE(T)                                                                                            \
-  template class Logits<T>;                                                                                       \
-  template void all_statistics<T>(const Logits<T>&, int64_t, int64_t, int64_t, int64_t, bool, int64_t, acc_t<T>*, \
-                                  int64_t*);                                                                      \
-  template void row_gradient<T>(const Logits<T>&, int64_t, int64_t, int64_t, int64_t, acc_t<T>, const acc_t<T>*,  \
+#define INSTANTIATE(T)                                                                                           \
+  template class Logits<T>;                                                                                      \
+  template void all_statistics<T>(const Logits<T>&, int64_t, int64_t, int64_t, int64_t, acc_t<T>*, int64_t*);    \
+  template void row_gradient<T>(const Logits<T>&, int64_t, int64_t, int64_t, int64_t, acc_t<T>, const acc_t<T>*, \
                                 int64_t, const LossOptions&, T*);
 PARALLEL_OPS_FOR_EACH_DTYPE(INSTANTIATE)
 #undef INSTANTIATE

@@ -12,11 +12,14 @@
 
 namespace parallel_ops::cpu {
 
-// How a row's loss is made of its logits.
+// The options of a loss, in the order of the schemas.
 struct LossOptions {
   double label_smoothing;
   double z_loss;
   double softcap;
+  int64_t ignore_index;
+  bool ignore_out_of_range;
+  int64_t reduction;
 };
 
 void check_rows(const char* op, const Tensor& logits, const Tensor& rows);
@@ -28,28 +31,30 @@ void check_target(const char* op, const Tensor& target);
 // A tensor of the dtype that losses and statistics of `like` have.
 Tensor new_acc(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes);
 
-// What the kernels read of one call's logits and targets.
+// One call's logits and targets as the kernels read them.
 template <class T>
 class Logits {
  public:
   using A = acc_t<T>;
 
   Logits(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& class_weight,
-         double cap, bool smooth)
+         const LossOptions& options)
       : rows_(op, "logits", logits),
         cols_(last_dim(logits)),
-        cap_(static_cast<A>(cap)),
-        smooth_(smooth || class_weight.has_value()) {
+        cap_(static_cast<A>(options.softcap)),
+        smooth_(options.label_smoothing != 0 || class_weight.has_value()),
+        ignore_index_(options.ignore_index),
+        ignore_out_of_range_(options.ignore_out_of_range) {
     if (class_weight) weights_.emplace(op, "class_weight", *class_weight);
     wide_ = target.scalar_type() == ScalarType::Long;
     target_ = readable<void>(op, "target", target);
   }
 
-  // Where the target of a row is: a column of the shard that starts at `start`, or one of the constants.
-  int64_t column(int64_t row, int64_t start, int64_t vocab, int64_t ignore_index, bool ignore_out_of_range) const {
+  // The target of a row: a column of the shard that starts at `start`, or one of the constants.
+  int64_t column(int64_t row, int64_t start, int64_t vocab) const {
     const int64_t t = wide_ ? static_cast<const int64_t*>(target_)[row] : static_cast<const int32_t*>(target_)[row];
-    if (t == ignore_index) return kIgnored;
-    if (t < 0 || t >= vocab) return ignore_out_of_range ? kIgnored : kInvalid;
+    if (t == ignore_index_) return kIgnored;
+    if (t < 0 || t >= vocab) return ignore_out_of_range_ ? kIgnored : kInvalid;
     return t >= start && t - start < cols_ ? t - start : kOnAnotherShard;
   }
 
@@ -67,6 +72,8 @@ class Logits {
   int64_t cols_;
   A cap_;
   bool smooth_;
+  int64_t ignore_index_;
+  bool ignore_out_of_range_;
   std::optional<Values<A>> weights_;
   bool wide_ = true;
   const void* target_ = nullptr;
@@ -74,8 +81,8 @@ class Logits {
 
 // The statistics of all rows and where their targets are.
 template <class T>
-void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_t vocab, int64_t ignore_index,
-                    bool ignore_out_of_range, int64_t width, acc_t<T>* out, int64_t* column);
+void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_t vocab, int64_t width, acc_t<T>* out,
+                    int64_t* column);
 
 // The loss of one row from the statistics of all shards, which lie `shard_stride` apart, and each shard's `stride`;
 // what the gradient needs goes to `saved`, whose values lie `rows` apart.

@@ -14,26 +14,28 @@ namespace {
 
 std::tuple<Tensor, Tensor> statistics(const Tensor& logits, const Tensor& target,
                                       const std::optional<Tensor>& class_weight, int64_t start, int64_t vocab,
-                                      int64_t ignore_index, bool ignore_out_of_range, double softcap, bool smoothing) {
+                                      double label_smoothing, double z_loss, double softcap, int64_t ignore_index,
+                                      bool ignore_out_of_range, int64_t reduction) {
   const char* op = "cross_entropy_statistics";
+  const LossOptions options{label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction};
   check_rows(op, logits, target);
   check_target(op, target);
   check_class_weight(op, class_weight, logits);
-  const int64_t rows = target.numel(), width = statistics_rows(smoothing, class_weight.has_value());
+  const int64_t rows = target.numel(), width = statistics_rows(label_smoothing != 0, class_weight.has_value());
   Tensor out = new_acc(logits, {width, rows});
   Tensor column = empty_tensor({rows}, ScalarType::Long);
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    all_statistics<T>({op, logits, target, class_weight, softcap, smoothing}, rows, start, vocab, ignore_index,
-                      ignore_out_of_range, width, static_cast<acc_t<T>*>(out.mutable_data_ptr()),
-                      static_cast<int64_t*>(column.mutable_data_ptr()));
+    all_statistics<T>({op, logits, target, class_weight, options}, rows, start, vocab, width,
+                      static_cast<acc_t<T>*>(out.mutable_data_ptr()), static_cast<int64_t*>(column.mutable_data_ptr()));
   });
   return {out, column};
 }
 
 // [shards, 3, 5 or 7, rows] -> loss [rows] and what the gradient needs.
 std::tuple<Tensor, Tensor> combine(const Tensor& statistics, const Tensor& column, double label_smoothing,
-                                   double z_loss) {
+                                   double z_loss, double softcap, int64_t ignore_index, bool ignore_out_of_range,
+                                   int64_t reduction) {
   const char* op = "cross_entropy_combine";
   check_like_loss(op, statistics, statistics.scalar_type());
   check_columns(op, column);
@@ -43,7 +45,7 @@ std::tuple<Tensor, Tensor> combine(const Tensor& statistics, const Tensor& colum
                      ": statistics must be [shards, 3, rows], 5 with label smoothing or 7 with class weights");
   Tensor loss = new_acc(statistics, {rows});
   Tensor saved = new_acc(statistics, {saved_rows(width > 3, width > 5), rows});
-  const LossOptions options{label_smoothing, z_loss, 0.0};
+  const LossOptions options{label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction};
   dispatch(op, statistics.scalar_type(), [&](auto tag) {
     using A = acc_t<decltype(tag)>;
     const A* in = readable<A>(op, "statistics", statistics);
@@ -60,10 +62,15 @@ std::tuple<Tensor, Tensor> combine(const Tensor& statistics, const Tensor& colum
   return {loss, saved};
 }
 
-// `grad` is one for each row, or with a divisor one for all, to be divided by it.
-void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
-                    const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor,
-                    const LossOptions& options, void* out) {
+// `grad` is one for each row, or with a divisor one for all, to be divided by it. `out` may be `logits`.
+void backward(const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight, const Tensor& column,
+              const Tensor& saved, const std::optional<Tensor>& divisor, double label_smoothing, double z_loss,
+              double softcap, int64_t ignore_index, bool ignore_out_of_range, int64_t reduction, const Tensor& out) {
+  const char* op = "cross_entropy_backward";
+  const LossOptions options{label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction};
+  PARALLEL_OPS_CHECK(
+      out.is_cpu() && out.is_contiguous() && out.scalar_type() == logits.scalar_type() && out.numel() == logits.numel(),
+      op, ": out must be contiguous, with the shape and the dtype of logits");
   const int64_t rows = column.numel();
   check_rows(op, logits, divisor ? column : grad);
   check_columns(op, column);
@@ -80,7 +87,7 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
     using T = decltype(tag);
     using A = acc_t<T>;
     const int64_t* columns = readable<int64_t>(op, "column", column);
-    const Logits<T> in(op, logits, column, class_weight, options.softcap, false);
+    const Logits<T> in(op, logits, column, class_weight, options);
     const std::vector<int64_t> sizes = [&] {  // grad as a column: rows of one element
       std::vector<int64_t> s(grad.sizes().begin(), grad.sizes().end());
       s.push_back(1);
@@ -91,29 +98,16 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
     const Rows<A> grads(op, "grad", grad, sizes.data(), grad.dim() + 1, strides.data());
     const A shared = divisor ? *grads.row(0) / *readable<A>(op, "divisor", *divisor) : A(0);
     const A* kept = readable<A>(op, "saved", saved);
+    T* gradient = writable<T>(op, "out", out);
+    if (out.mutable_data_ptr() != logits.mutable_data_ptr()) {  // fresh pages
+      advise_huge_pages(gradient, out.numel() * static_cast<int64_t>(sizeof(T)));
+    }
     const Shape2d shape{rows, in.cols()};
     for_each_tile(shape, [&](int64_t r, int64_t col, int64_t n) {
-      T* dx = static_cast<T*>(out) + r * shape.cols + col;
+      T* dx = gradient + r * shape.cols + col;
       row_gradient(in, r, col, n, columns[r], divisor ? shared : *grads.row(r), kept + r, rows, options, dx);
     });
   });
-}
-
-Tensor backward(const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
-                const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor, double label_smoothing,
-                double z_loss, double softcap) {
-  Tensor out = empty_output(logits, logits.sizes());
-  write_gradient("cross_entropy_backward", grad, logits, class_weight, column, saved, divisor,
-                 {label_smoothing, z_loss, softcap}, out.mutable_data_ptr());
-  return out;
-}
-
-void backward_inplace(const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
-                      const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor,
-                      double label_smoothing, double z_loss, double softcap) {
-  PARALLEL_OPS_CHECK(logits.is_contiguous(), "cross_entropy_backward_: logits must be contiguous");
-  write_gradient("cross_entropy_backward_", grad, logits, class_weight, column, saved, divisor,
-                 {label_smoothing, z_loss, softcap}, logits.mutable_data_ptr());
 }
 
 }  // namespace
@@ -122,7 +116,6 @@ STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CPU, m) {
   m.impl("cross_entropy_statistics", TORCH_BOX(&statistics));
   m.impl("cross_entropy_combine", TORCH_BOX(&combine));
   m.impl("cross_entropy_backward", TORCH_BOX(&backward));
-  m.impl("cross_entropy_backward_", TORCH_BOX(&backward_inplace));
 }
 
 }  // namespace parallel_ops::cpu

@@ -40,6 +40,18 @@ class DeferredWeightGradients:
     Attributes:
         keep_gathered: whether entries keep what the backward has gathered anyway, instead of gathering it once more:
             as many times the memory of a shard as there are ranks, for entries that are soon computed.
+
+    Examples:
+        >>> import torch
+        >>> from parallel_ops import DeferredWeightGradients, grouped_linear
+        >>> deferred, ends = DeferredWeightGradients(), torch.tensor([3, 5], dtype=torch.int32)
+        >>> x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
+        >>> grouped_linear(x, weight, ends, deferred=deferred).sum().backward()
+        >>> weight.grad is None, len(deferred)
+        (True, 1)
+        >>> deferred.compute()
+        >>> weight.grad.shape
+        torch.Size([2, 4, 8])
     """
 
     def __init__(self, *, fsdp: bool = False) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_ops import ops
 from parallel_ops.integrations.megatron.functions import Function, given
-from parallel_ops.ops.experts import ExpertOrder
+from parallel_ops.ops import ExpertOrder
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ORDER = "_parallel_ops_order"  # of the indices that permute returns, for unpermute

@@ -12,9 +12,7 @@ and g the incoming gradient. Without class weights w and a are 1; at eps = zeta 
 
 Saved for backward: the logits themselves (no copy), and per row the maximum and log sum exp(z - max). Their sum is lse;
 they are stored separately because lse in fp32 has only three decimals left at logits of 1e4, and p would have no more.
-The forward reads the logits once, the backward reads them and writes the gradient. With ``gradient_in_forward`` the
-forward also writes the gradient for an incoming gradient of 1, which saves one pass; the backward multiplies it by the
-real one, and reads nothing if that is 1.
+The forward reads the logits once, the backward reads them and writes the gradient.
 
 A logit of -inf marks a column as absent: it gets no gradient and is left out of the mean of smoothing. So a padded
 vocabulary is masked by -inf in its padding columns (F.cross_entropy with smoothing returns inf there).
@@ -23,29 +21,30 @@ Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2
 arXiv:2408.00118 (softcap).
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from parallel_ops.ops.cross_entropy.kernels import LossStatistics, statistics_of
-from parallel_ops.ops.cross_entropy.options import (
-    REDUCTIONS,
-    LossArguments,
-    LossOptions,
-    check_logits,
-    check_reduction,
+from parallel_ops._internal.dispatch.registration import register
+from parallel_ops.ops.cross_entropy.kernels import (
+    LossStatistics,
+    cuda_combine,
+    cuda_statistics,
+    empty_outputs,
+    gradient,
+    reduced,
+    statistics_of,
 )
-from parallel_ops.ops.cross_entropy.whole_logits import forward, forward_with_gradient
+from parallel_ops.ops.cross_entropy.options import LossArguments, LossOptions, check_logits, check_target_values
 
 
 class CrossEntropyArguments(LossArguments, total=False):
     """Keyword arguments of ``cross_entropy``."""
 
     inplace_backward: bool
-    gradient_in_forward: bool
 
 
 @overload
@@ -72,7 +71,6 @@ def cross_entropy(
     ignore_out_of_range: bool = False,
     reduction: str = "mean",
     inplace_backward: bool = False,
-    gradient_in_forward: bool = False,
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, LossStatistics]:
     """Cross-entropy of whole logits; ``vocab_parallel_cross_entropy`` takes shards of them.
@@ -92,9 +90,6 @@ def cross_entropy(
         inplace_backward: writes the gradient over the logits (if contiguous), which saves as much memory again. A
             second backward, or the backward of another op that saved these logits, raises. Under ``torch.compile``,
             which plans memory itself, the gradient is a new tensor.
-        gradient_in_forward: computes the gradient in the forward pass, for ``"mean"`` and ``"sum"``: two passes over
-            the logits instead of three. It is held until the backward, in a tensor of the size of the logits, or with
-            ``inplace_backward`` in the logits themselves. Only one backward.
         return_statistics: returns (loss, ``LossStatistics``).
 
     Returns:
@@ -116,39 +111,33 @@ def cross_entropy(
         >>> torch.allclose(cross_entropy(logits, target, label_smoothing=0.1), expected)
         True
     """
+    options = LossOptions.checked(
+        "cross_entropy", label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction
+    )
     return cross_entropy_impl(
-        "cross_entropy", logits, target, class_weight, label_smoothing, z_loss, softcap, ignore_index,
-        ignore_out_of_range, reduction, inplace_backward, gradient_in_forward, return_statistics,
-    )  # fmt: skip
+        "cross_entropy", logits, target, class_weight, options, inplace_backward, return_statistics
+    )
 
 
 def cross_entropy_impl(
-    name: str, logits: Tensor, target: Tensor, class_weight: Tensor | None, label_smoothing: float, z_loss: float,
-    softcap: float | None, ignore_index: int, ignore_out_of_range: bool, reduction: str, inplace_backward: bool,
-    gradient_in_forward: bool, return_statistics: bool,
+    name: str, logits: Tensor, target: Tensor, class_weight: Tensor | None, options: LossOptions,
+    inplace_backward: bool, return_statistics: bool,
 ) -> Tensor | tuple[Tensor, LossStatistics]:  # fmt: skip
     """``cross_entropy``, whose errors name the op ``name``."""
-    check_reduction(name, reduction)
-    options = LossOptions.checked(name, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range)
-    if gradient_in_forward and reduction == "none":
-        raise ValueError(f"{name}: gradient_in_forward needs reduction 'mean' or 'sum', got 'none'")
     check = lambda: check_logits(name, logits, target, class_weight)  # noqa: E731
     indices = target.contiguous() if isinstance(target, Tensor) else target
-    arguments = (logits, indices, class_weight, *options, REDUCTIONS.index(reduction))
+    arguments = (logits, indices, class_weight, *options, inplace_backward)
     try:
-        if gradient_in_forward:
+        if return_statistics:
             check()
-            loss, column, saved, *_ = forward_with_gradient(*arguments, inplace_backward, return_statistics)
-        elif return_statistics:
-            check()
-            loss, column, saved, _ = forward.dispatched(*arguments, inplace_backward)
+            loss, column, saved, _ = cross_entropy_op.dispatched(*arguments)
         else:
-            loss, column, saved, _ = forward.checked(check, *arguments, inplace_backward)
+            loss, column, saved, _ = cross_entropy_op.checked(check, *arguments)
     except RuntimeError:
         # The CPU kernel checks the targets as it reads them, since a separate check costs as much as a small kernel.
         # If a target was the error, the next line raises it with the row and the target.
-        if not ignore_out_of_range:
-            check_target_values(name, target, logits.shape[-1], ignore_index)
+        if not options.ignore_out_of_range:
+            check_target_values(name, target, logits.shape[-1], options.ignore_index)
         raise
     return (loss, statistics_of(column, saved, target.shape)) if return_statistics else loss
 
@@ -165,7 +154,7 @@ def cross_entropy_reference(
     ignore_out_of_range: bool = False,
     reduction: str = "mean",
 ) -> Tensor:
-    """The same in plain PyTorch."""
+    """``cross_entropy`` in plain PyTorch."""
     z = logits.flatten(0, -2) if logits.dim() > 1 else logits.unsqueeze(0)
     z = z.float() if logits.dtype in (torch.bfloat16, torch.float16) else z
     if softcap is not None:
@@ -188,15 +177,38 @@ def cross_entropy_reference(
     return loss.sum() / torch.where(divisor == 0, 1, divisor)
 
 
-def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int, where: str = "") -> None:
-    """ValueError for a target outside the vocabulary on CPU; on CUDA the loss of such a row is NaN instead."""
-    if target.device.type != "cpu":
-        return
-    flat = target.flatten()
-    bad = ((flat < 0) | (flat >= vocab)) & (flat != ignore_index)
-    if bool(bad.any()):
-        row = int(bad.int().argmax())
-        raise ValueError(
-            f"{op}: target {int(flat[row])} in row {row}{where} is outside the vocabulary [0, {vocab}) and is not "
-            "ignore_index"
-        )
+def fake(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    return empty_outputs(logits, target, class_weight, LossOptions(*arguments[:6]))
+
+
+def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    """(loss, column, saved, divisor) on CUDA."""
+    options = LossOptions(*arguments[:6])
+    part, column = cuda_statistics(logits, target, class_weight, 0, logits.shape[-1], *options)
+    loss, saved = cuda_combine(part.unsqueeze(0), column, *options)
+    loss, divisor = reduced(loss, options, column, saved)
+    return loss.view(target.shape) if options.per_row else loss, column, saved, divisor
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Formula of every op of logits: inputs begin with logits, target, class_weight, the options, inplace_backward."""
+    logits, _, class_weight, *arguments = inputs
+    _, column, saved, divisor = output
+    ctx.mark_non_differentiable(column, saved, divisor)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, class_weight, column, saved, divisor)
+    ctx.options, ctx.inplace, ctx.arguments = LossOptions(*arguments[:6]), arguments[6], len(inputs)
+
+
+def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * ctx.arguments
+    logits, class_weight, column, saved, divisor = ctx.saved_tensors
+    divisor = None if ctx.options.per_row else divisor
+    dlogits = gradient(grad, logits, class_weight, column, saved, divisor, ctx.options, inplace=ctx.inplace)
+    return dlogits, *(None,) * (ctx.arguments - 1)
+
+
+cross_entropy_op = register(
+    "cross_entropy", fake=fake, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+)

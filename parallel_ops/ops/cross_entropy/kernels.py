@@ -2,19 +2,22 @@
 
     statistics   per row: max, sum of exp(z - max), target logit[, sum and count of logits[, w_t, sum of w]]
     combine      the statistics of all shards, in shard order, to loss and what the gradient needs
-    backward     the gradient of this shard's logits, in a new tensor or over the logits
+    gradient     the gradient of this shard's logits, in a new tensor or over the logits
 
 ``column`` holds each row's target as a column of this shard, or a constant of ``options.py``. Saved for backward are,
 per row, max, log of the sum of exponentials and target logit[, count of logits[, w_t, sum of w]].
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops.ops.cross_entropy.options import ON_ANOTHER_SHARD, LossOptions
+from parallel_ops.ops.cross_entropy.options import COLUMN_IGNORED, ON_ANOTHER_SHARD, REDUCTIONS, LossOptions
+
+# torch sums a longer CPU tensor in as many pieces as it has threads, which would set the bits of the result.
+_ONE_PIECE = 32768
 
 
 class LossStatistics(NamedTuple):
@@ -22,6 +25,14 @@ class LossStatistics(NamedTuple):
 
     logsumexp: ``[...]``, of the logits after softcap, in the dtype of the loss.
     correct: ``[...]``, bool: the target has the largest logit. False where the target is ignored.
+
+    Examples:
+        >>> import torch
+        >>> from parallel_ops import cross_entropy
+        >>> logits, target = torch.eye(4), torch.tensor([0, 1, 2, 0])
+        >>> loss, statistics = cross_entropy(logits, target, return_statistics=True)
+        >>> statistics.correct
+        tensor([ True,  True,  True, False])
     """
 
     logsumexp: Tensor
@@ -42,15 +53,46 @@ def saved_per_row(smoothing: bool, weighted: bool = False) -> int:
     return 6 if weighted else 4 if smoothing else 3
 
 
-def target_weights(saved: Tensor) -> Tensor | None:
-    """The class weight of each row's target."""
-    return saved[4] if saved.shape[0] == saved_per_row(True, True) else None
+def empty_outputs(
+    like: Tensor, target: Tensor, class_weight: Tensor | None, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised (loss, column, saved, divisor) of logits that are like ``like``."""
+    dtype, rows = accumulation_dtype(like.dtype), target.numel()
+    width = saved_per_row(options.label_smoothing != 0.0, class_weight is not None)
+    return (
+        like.new_empty(target.shape if options.per_row else (), dtype=dtype),
+        target.new_empty(rows, dtype=torch.int64),
+        like.new_empty((width, rows), dtype=dtype),
+        like.new_empty((), dtype=dtype),
+    )
 
 
 def statistics_of(column: Tensor, saved: Tensor, shape: torch.Size) -> LossStatistics:
     largest, log_exps, at_target = saved.detach()[:3]
     correct = (at_target == largest) & (column >= ON_ANOTHER_SHARD)
     return LossStatistics((largest + log_exps).view(shape), correct.view(shape))
+
+
+def reduced(loss: Tensor, options: LossOptions, column: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-row losses reduced, and the divisor of their sum, a scalar that is not 0; nothing waits for a device.
+
+    A mean divides by the number of rows that count, or by the sum of their targets' class weights.
+    """
+    if REDUCTIONS[options.reduction] != "mean":
+        return loss if options.per_row else _sum(loss), loss.new_ones(())
+    if saved.shape[0] == saved_per_row(True, True):
+        weights = _sum(saved[4])
+        divisor = torch.where(weights == 0, 1.0, weights)
+    else:
+        divisor = (column != COLUMN_IGNORED).sum().clamp(min=1).to(loss.dtype)
+    return _sum(loss) / divisor, divisor
+
+
+def _sum(loss: Tensor) -> Tensor:
+    if loss.device.type != "cpu" or loss.numel() <= _ONE_PIECE:
+        return loss.sum()
+    pieces = torch.nn.functional.pad(loss.flatten(), (0, -loss.numel() % 1024)).view(-1, 1024)
+    return pieces.sum(1).sum()
 
 
 def gradient(
@@ -61,29 +103,16 @@ def gradient(
 
     ``grad`` is one for each row, or with a divisor one for all, to be divided by it.
     """
-    if not (inplace and logits.is_contiguous() and is_memory(logits)):
-        dlogits: Tensor = backward(
-            grad, logits, class_weight, column, saved, divisor, options.label_smoothing, options.z_loss, options.softcap
-        )
-        return dlogits
-    dlogits = logits.detach()
-    gradient_inplace(grad, dlogits, class_weight, column, saved, divisor, options)
-    torch.autograd.graph.increment_version(logits)
-    return dlogits
+    over = inplace and logits.is_contiguous() and _is_memory(logits)
+    out = logits.detach() if over else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    backward(grad, logits, class_weight, column, saved, divisor, *options, out)
+    if over:
+        torch.autograd.graph.increment_version(logits)
+    return out
 
 
-def gradient_inplace(
-    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
-    options: LossOptions,
-) -> None:  # fmt: skip
-    """Writes the gradient of the logits over them; ``grad`` and ``divisor`` as in ``gradient``."""
-    backward_inplace(
-        grad, logits, class_weight, column, saved, divisor, options.label_smoothing, options.z_loss, options.softcap
-    )
-
-
-def is_memory(t: Tensor) -> bool:
-    """Not while a compiler traces, which decides about memory itself and refuses writes to a leaf.
+def _is_memory(t: Tensor) -> bool:
+    """False while a compiler traces, which decides about memory itself and refuses writes to a leaf.
 
     Its tensors are of a subclass; torch.compiler.is_compiling() is no sign of it in an autograd formula in torch 2.11.
     """
@@ -91,74 +120,57 @@ def is_memory(t: Tensor) -> bool:
 
 
 def _fake_statistics(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, ignore_index: int,
-    ignore_out_of_range: bool, softcap: float, smoothing: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    width = statistics_per_row(smoothing, class_weight is not None)
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, *options: Any
+) -> tuple[Tensor, Tensor]:
+    width = statistics_per_row(LossOptions(*options).label_smoothing != 0.0, class_weight is not None)
     out = logits.new_empty((width, target.numel()), dtype=accumulation_dtype(logits.dtype))
     return out, target.new_empty(target.numel(), dtype=torch.int64)
 
 
-def statistics_on_cuda(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, ignore_index: int,
-    ignore_out_of_range: bool, softcap: float, smoothing: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def cuda_statistics(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
-    outputs = _fake_statistics(
-        logits, target, class_weight, start, vocab, ignore_index, ignore_out_of_range, softcap, smoothing
-    )
+    options = LossOptions(*arguments)
+    outputs = _fake_statistics(logits, target, class_weight, start, vocab, *options)
     kernels.statistics(
-        logits, target, class_weight, *outputs,
-        start=start, vocab=vocab, ignore_index=ignore_index, ignore_out_of_range=ignore_out_of_range, softcap=softcap,
+        logits, target, class_weight, *outputs, start=start, vocab=vocab, ignore_index=options.ignore_index,
+        ignore_out_of_range=options.ignore_out_of_range, softcap=options.softcap,
     )  # fmt: skip
     return outputs
 
 
-def _fake_combine(statistics: Tensor, column: Tensor, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+def _fake_combine(statistics: Tensor, column: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, width = column.shape[0], statistics.shape[1]
     return statistics.new_empty(rows), statistics.new_empty((saved_per_row(width > 3, width > 5), rows))
 
 
-def combine_on_cuda(statistics: Tensor, column: Tensor, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+def cuda_combine(statistics: Tensor, column: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
-    loss, saved = _fake_combine(statistics, column, label_smoothing, z_loss)
-    kernels.combine(statistics, column, loss, saved, label_smoothing=label_smoothing, z_loss=z_loss)
+    options, (loss, saved) = LossOptions(*arguments), _fake_combine(statistics, column)
+    kernels.combine(
+        statistics, column, loss, saved, label_smoothing=options.label_smoothing, z_loss=options.z_loss
+    )  # fmt: skip
     return loss, saved
 
 
-def _fake_gradient(grad: Tensor, logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-def _cuda_gradient(
+def _cuda_backward(
     grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
-    label_smoothing: float, z_loss: float, softcap: float,
-) -> Tensor:  # fmt: skip
-    from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
-
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
-    kernels.backward(_by_row(grad, divisor, column), logits, class_weight, column, saved, out, **options)
-    return out
-
-
-def _cuda_gradient_inplace(
-    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
-    label_smoothing: float, z_loss: float, softcap: float,
+    *arguments: Any,
 ) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
-    kernels.backward(_by_row(grad, divisor, column), logits, class_weight, column, saved, logits, **options)
+    *given, out = arguments
+    options = LossOptions(*given)
+    by_row = grad if divisor is None else (grad / divisor).expand(column.shape)
+    kernels.backward(
+        by_row, logits, class_weight, column, saved, out,
+        label_smoothing=options.label_smoothing, z_loss=options.z_loss, softcap=options.softcap,
+    )  # fmt: skip
 
 
-def _by_row(grad: Tensor, divisor: Tensor | None, column: Tensor) -> Tensor:
-    return grad if divisor is None else (grad / divisor).expand(column.shape)
-
-
-statistics = register("cross_entropy_statistics", fake=_fake_statistics, cuda=statistics_on_cuda)
-combine = register("cross_entropy_combine", fake=_fake_combine, cuda=combine_on_cuda)
-backward = register("cross_entropy_backward", fake=_fake_gradient, cuda=_cuda_gradient)
-backward_inplace = register("cross_entropy_backward_", cuda=_cuda_gradient_inplace)
+statistics = register("cross_entropy_statistics", fake=_fake_statistics, cuda=cuda_statistics)
+combine = register("cross_entropy_combine", fake=_fake_combine, cuda=cuda_combine)
+backward = register("cross_entropy_backward", cuda=_cuda_backward)

@@ -1,4 +1,4 @@
-"""The options that all cross-entropies take, their checks, and the reduction of per-row losses."""
+"""The options that all cross-entropies take, and checks of their arguments."""
 
 import math
 from typing import NamedTuple, TypedDict
@@ -14,9 +14,6 @@ NONE = REDUCTIONS.index("none")
 # Values of `column` for rows whose target is not a column of this shard.
 ON_ANOTHER_SHARD, COLUMN_IGNORED, INVALID = -1, -2, -3
 
-# torch sums a longer CPU tensor in as many pieces as it has threads, which would set the bits of the result.
-_ONE_PIECE = 32768
-
 
 class LossArguments(TypedDict, total=False):
     """Keyword arguments that all cross-entropies share; see ``cross_entropy``."""
@@ -31,19 +28,33 @@ class LossArguments(TypedDict, total=False):
 
 
 class LossOptions(NamedTuple):
-    """How a row's loss is computed from its logits, in the order of the ops' schemas. ``softcap`` 0 means none."""
+    """The options of a loss, in the order of the ops' schemas, made once by the public functions.
+
+    Attributes:
+        softcap: 0 for none.
+        reduction: index in ``REDUCTIONS``.
+    """
 
     label_smoothing: float
     z_loss: float
     softcap: float
     ignore_index: int
     ignore_out_of_range: bool
+    reduction: int
+
+    @property
+    def per_row(self) -> bool:
+        """True for ``reduction="none"``."""
+        return self.reduction == NONE
 
     @classmethod
     def checked(
         cls, op: str, label_smoothing: float, z_loss: float, softcap: float | None, ignore_index: int,
-        ignore_out_of_range: bool,
+        ignore_out_of_range: bool, reduction: str,
     ) -> "LossOptions":  # fmt: skip
+        """The options as a user gave them. Raises ValueError or TypeError, which name ``op`` and the option."""
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
         if not 0.0 <= z_loss < math.inf:
@@ -52,12 +63,10 @@ class LossOptions(NamedTuple):
             raise ValueError(f"{op}: softcap must be None or a finite number above 0, got {softcap}")
         if not isinstance(ignore_index, int):
             raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
-        return cls(float(label_smoothing), float(z_loss), float(softcap or 0.0), ignore_index, ignore_out_of_range)
-
-
-def check_reduction(op: str, reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+        return cls(
+            float(label_smoothing), float(z_loss), float(softcap or 0.0), ignore_index, ignore_out_of_range,
+            REDUCTIONS.index(reduction),
+        )  # fmt: skip
 
 
 def check_logits(op: str, logits: Tensor, target: Tensor, class_weight: Tensor | None) -> None:
@@ -85,7 +94,7 @@ def check_class_weight(
 
 
 def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
-    """``target`` holds integer class indices and has the given shape, that of ``what``."""
+    """``target`` holds integer class indices and has the given shape, which is ``what``."""
     if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
     if target.dtype not in (torch.int64, torch.int32):
@@ -94,34 +103,14 @@ def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
         raise ValueError(f"{op}: target must have shape {list(shape)}, {what}, got {list(target.shape)}")
 
 
-def divisor_of(reduction: str, column: Tensor, target_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The divisor of the sum, a scalar: the rows that count, or the sum of their weights, for a mean; not 0."""
-    if reduction != "mean":
-        return torch.ones((), dtype=dtype, device=column.device)
-    if target_weight is None:
-        return (column != COLUMN_IGNORED).sum().clamp(min=1).to(dtype)
-    weights = _sum(target_weight)
-    return torch.where(weights == 0, 1.0, weights)
-
-
-def reduced(loss: Tensor, reduction: str, column: Tensor, target_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Per-row losses reduced, and what their sum was divided by.
-
-    The mean is over rows that count, and 0 where none does; nothing waits for a device.
-
-    Args:
-        column: where each row's target is, or a constant.
-        target_weight: the class weight of each row's target.
-    """
-    divisor = divisor_of(reduction, column, target_weight, loss.dtype)
-    if reduction == "none":
-        return loss, divisor
-    total = _sum(loss)
-    return total / divisor if reduction == "mean" else total, divisor
-
-
-def _sum(loss: Tensor) -> Tensor:
-    if loss.device.type != "cpu" or loss.numel() <= _ONE_PIECE:
-        return loss.sum()
-    pieces = torch.nn.functional.pad(loss.flatten(), (0, -loss.numel() % 1024)).view(-1, 1024)
-    return pieces.sum(1).sum()
+def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int) -> None:
+    """ValueError for a target outside the vocabulary on CPU; on CUDA the loss of such a row is NaN instead."""
+    if target.device.type != "cpu":
+        return
+    flat = target.flatten()
+    bad = ((flat < 0) | (flat >= vocab)) & (flat != ignore_index)
+    if bool(bad.any()):
+        row = int(bad.int().argmax())
+        raise ValueError(
+            f"{op}: target {int(flat[row])} in row {row} is outside the vocabulary [0, {vocab}) and is not ignore_index"
+        )

@@ -8,9 +8,17 @@ smoothing also the sum and the count of logits, with class weights also those of
 all-gather sends these 12, 20 or 28 bytes a row. Every rank then combines them in rank order, so all have the same bits.
 Backward: no collective; the logits are read once and the gradient is written once, rounded once.
 
+A rank needs the start of its shard to find its targets. So the consistency check of the call (rows and options) also
+exchanges the sizes of the shards and, on CPU, the target that is furthest outside any vocabulary. On CUDA, where a call
+of a known kind is not compared again, the layout is cached by the size of this rank's shard. If a shard changes its
+size later on some ranks of the group only, the others do not notice: use another group for it.
+
 Source: Shoeybi et al., arXiv:1909.08053 (vocabulary parallelism).
 """
 
+import dataclasses
+import weakref
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -20,12 +28,18 @@ from typing_extensions import Unpack
 
 from parallel_ops._internal.dispatch.registration import register
 from parallel_ops._internal.distributed.groups import group_name, resolve_group
-from parallel_ops.comm.consistency import communicates, propagate_errors
+from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
 from parallel_ops.comm.primitives import gathered
-from parallel_ops.ops.cross_entropy import kernels as ce_kernels
-from parallel_ops.ops.cross_entropy.cross_entropy import CrossEntropyArguments, cross_entropy_impl
-from parallel_ops.ops.cross_entropy.options import LossOptions, check_logits, check_reduction, reduced
-from parallel_ops.tensor_parallel.loss.vocab_shards import agreed_layout
+from parallel_ops.ops.cross_entropy import kernels
+from parallel_ops.ops.cross_entropy.cross_entropy import (
+    CrossEntropyArguments,
+    backward,
+    cross_entropy_impl,
+    cross_entropy_op,
+    fake,
+    setup_context,
+)
+from parallel_ops.ops.cross_entropy.options import NONE, LossOptions, check_logits
 
 _NAME = "vocab_parallel_cross_entropy"
 
@@ -47,7 +61,7 @@ def vocab_parallel_cross_entropy(
 @overload
 def vocab_parallel_cross_entropy(
     logits: Tensor, target: Tensor, *, return_statistics: Literal[True], **options: Unpack[VocabParallelArguments]
-) -> tuple[Tensor, ce_kernels.LossStatistics]: ...
+) -> tuple[Tensor, kernels.LossStatistics]: ...
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -61,9 +75,8 @@ def vocab_parallel_cross_entropy(
     ignore_out_of_range: bool = False,
     reduction: str = "mean",
     inplace_backward: bool = False,
-    gradient_in_forward: bool = False,
     return_statistics: bool = False,
-) -> Tensor | tuple[Tensor, ce_kernels.LossStatistics]:
+) -> Tensor | tuple[Tensor, kernels.LossStatistics]:
     """Cross-entropy of logits whose last dimension is sharded over ``group``.
 
     Args:
@@ -72,7 +85,6 @@ def vocab_parallel_cross_entropy(
         target: ``[...]``, int64 or int32: indices into the whole vocabulary, the same on every rank.
         group: the ranks that share the vocabulary; ``None`` for unsharded logits.
         class_weight: ``[V_r]``, this rank's part.
-        gradient_in_forward: as in ``cross_entropy``, but only without a group.
         label_smoothing: as in ``cross_entropy``, over the whole vocabulary.
         z_loss, softcap, ignore_index, ignore_out_of_range: see ``cross_entropy``.
         reduction, inplace_backward, return_statistics: see ``cross_entropy``.
@@ -98,67 +110,120 @@ def vocab_parallel_cross_entropy(
         True
     """
     name = group_name(_NAME, group)
-    if name is None:
-        return cross_entropy_impl(
-            _NAME, logits, target, class_weight, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range,
-            reduction, inplace_backward, gradient_in_forward, return_statistics,
-        )  # fmt: skip
-    with propagate_errors(_NAME, group, logits, target, checked=True):
+    with propagate_errors(_NAME, None if name is None else group, logits, target, checked=True):
+        options = LossOptions.checked(
+            _NAME, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction
+        )
+        if name is None:
+            return cross_entropy_impl(
+                _NAME, logits, target, class_weight, options, inplace_backward, return_statistics
+            )  # fmt: skip
         check_logits(_NAME, logits, target, class_weight)
-        check_reduction(_NAME, reduction)
-        if gradient_in_forward:
-            raise ValueError(f"{_NAME}: gradient_in_forward needs logits that are not sharded")
-        options = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range)
-    loss, column, saved = _op(logits, target, class_weight, name, *options, inplace_backward)
-    loss, _ = reduced(loss, reduction, column, ce_kernels.target_weights(saved))
-    return (loss, ce_kernels.statistics_of(column, saved, target.shape)) if return_statistics else loss
+    call = _op.dispatched if return_statistics else _op
+    loss, column, saved, _ = call(logits, target, class_weight, *options, inplace_backward, name)
+    return (loss, kernels.statistics_of(column, saved, target.shape)) if return_statistics else loss
 
 
 @communicates
-def _forward(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, group: str, label_smoothing: float, z_loss: float,
-    softcap: float, ignore_index: int, ignore_out_of_range: bool, inplace_backward: bool,
+def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    options, group = LossOptions(*arguments[:6]), resolve_group(arguments[7])
+    kind = (logits.dtype is torch.float64, class_weight is not None)
+    layout = agreed_layout(_NAME, group, logits.shape[-1], target, options, kind)
+    loss, column, saved = row_losses(_NAME, logits, target.contiguous(), class_weight, options, group, layout)
+    loss, divisor = kernels.reduced(loss, options, column, saved)
+    return loss.view(target.shape) if options.per_row else loss, column, saved, divisor
+
+
+_op = register(
+    _NAME, fake=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+)
+
+
+def row_losses(
+    op: str, logits: Tensor, target: Tensor, class_weight: Tensor | None, options: LossOptions,
+    group: ProcessGroup | None, layout: "Layout | None",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    process_group, wide, weighted = resolve_group(group), logits.dtype is torch.float64, class_weight is not None
-    options = (label_smoothing, z_loss, softcap, wide, weighted, ignore_out_of_range)
-    # With ignore_out_of_range no target is an error, and ignore_index always passes the check.
-    checked = torch.full_like(target, ignore_index) if ignore_out_of_range else target
-    layout = agreed_layout(_NAME, process_group, logits.shape[-1], checked, ignore_index, options)
-    part, column = ce_kernels.statistics(
-        logits, target.contiguous(), class_weight, layout.start, layout.vocab, ignore_index, ignore_out_of_range,
-        softcap, label_smoothing != 0,
-    )  # fmt: skip
-    loss, saved = ce_kernels.combine(gathered(_NAME, part, process_group), column, label_smoothing, z_loss)
-    return loss.view(target.shape), column, saved
+    """(loss, column, saved) of each row, without gradients; over a group one all-gather, else of whole logits."""
+    if group is None or layout is None:
+        options = options._replace(reduction=NONE)
+        loss, column, saved, _ = cross_entropy_op(logits, target, class_weight, *options, False)
+        return loss, column, saved
+    part, column = kernels.statistics(logits, target, class_weight, layout.start, layout.vocab, *options)
+    loss, saved = kernels.combine(gathered(op, part, group), column, *options)
+    return loss, column, saved
 
 
-def _fake(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, group: str, label_smoothing: float, *_: Any
-) -> tuple[Tensor, ...]:
-    accumulate, rows = ce_kernels.accumulation_dtype(logits.dtype), target.numel()
-    width = ce_kernels.saved_per_row(label_smoothing != 0, class_weight is not None)
-    return (
-        logits.new_empty(target.shape, dtype=accumulate),
-        target.new_empty(rows, dtype=torch.int64),
-        logits.new_empty((width, rows), dtype=accumulate),
-    )
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shard sizes of a group, in rank order, and this rank's place in it.
+
+    Attributes:
+        start: first column of this rank's shard. vocab: size of the whole vocabulary.
+    """
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def vocab(self) -> int:
+        return sum(self.sizes)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, _, class_weight, _, *options, ctx.inplace = inputs
-    _, column, saved = output
-    ctx.mark_non_differentiable(column, saved)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, class_weight, column, saved)
-    ctx.options, ctx.arguments = LossOptions(*options), len(inputs)
+_NONE = (-1, 0)
+
+# By group and size of this rank's shard: a model may have several vocabularies.
+_layouts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Layout]] = weakref.WeakKeyDictionary()
 
 
-def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * ctx.arguments
-    logits, class_weight, column, saved = ctx.saved_tensors
-    dlogits = ce_kernels.gradient(grad, logits, class_weight, column, saved, None, ctx.options, inplace=ctx.inplace)
-    return dlogits, *(None,) * (ctx.arguments - 1)
+def known_layout(group: ProcessGroup, cols: int) -> Layout:
+    """The layout found by the forward for this rank's shard of ``cols`` columns."""
+    return _layouts[group][cols]
 
 
-_op = register(_NAME, fake=_fake, cpu=_forward, cuda=_forward, setup_context=_setup_context, backward=_autograd)
+def agreed_layout(
+    op: str, group: ProcessGroup, cols: int, target: Tensor, options: LossOptions, kind: tuple[object, ...]
+) -> Layout:
+    """The layout of the group for this rank's shard of ``cols`` columns.
+
+    Args:
+        kind: compared between the ranks, like the options and the number of rows.
+
+    Raises:
+        ValueError: on every rank, where they make different calls or, on CPU, a target is outside the vocabulary (on
+            CUDA the loss of such a row is NaN instead).
+    """
+    checked = target.device.type == "cpu" and not options.ignore_out_of_range
+    furthest = _furthest(target, options.ignore_index) if checked else _NONE
+    layouts, same = _layouts.setdefault(group, {}), (target.numel(), *options, *kind)
+    call = CallSignature(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
+    answers = check_consistency(group, call, target.device, known=cols in layouts)
+    if answers is not None:
+        layouts[cols] = layout = Layout(tuple(own[0] for own in answers), group.rank())
+        for rank, (_, *of_rank) in enumerate(answers):
+            if _outside(of_rank, layout):
+                raise shared_error(group, _bad_target(op, of_rank, layout, f" (on rank {rank})"))
+    return layouts[cols]
+
+
+def _furthest(target: Tensor, ignore_index: int) -> Sequence[int]:
+    """``(row, target)`` of a negative target, or else of the largest one; ``_NONE`` if all are ignored."""
+    flat = target.flatten().long()
+    # Negative targets rank above all others.
+    size = torch.where(flat < 0, torch.iinfo(torch.int64).max, flat).masked_fill(flat == ignore_index, -1)
+    row = int(size.argmax()) if size.numel() else -1
+    return _NONE if row < 0 or size[row] < 0 else (row, int(flat[row]))
+
+
+def _outside(furthest: Sequence[int], layout: Layout) -> bool:
+    row, value = furthest
+    return row >= 0 and not 0 <= value < layout.vocab
+
+
+def _bad_target(op: str, furthest: Sequence[int], layout: Layout, where: str) -> str:
+    row, value = furthest
+    inside = f"the vocabulary [0, {layout.vocab})"
+    return f"{op}: target {value} in row {row}{where} is outside {inside} and is not ignore_index"

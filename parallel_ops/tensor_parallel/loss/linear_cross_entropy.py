@@ -7,12 +7,11 @@
         dh      = dz W                          summed over the ranks
         dW, db += dz^T h, sum of dz             in fp32: in bf16 late chunks would be lost
 
-Without a group, loss and dz are one kernel. For ``"mean"`` and ``"sum"`` every row's loss has the same factor. So the
-gradients of the sum are computed in the forward pass, and backward scales them by the incoming gradient over the
-divisor (both tensors, so the host does not wait; the gradients of the mean itself would underflow in fp16, whose loss
-scale comes with the incoming gradient). That takes three matrix products, as many as the unfused composite. For
-``"none"`` the factors are known in backward only: forward saves each row's maximum and log sum of exponentials, and
-backward computes each chunk of logits again, a fourth product.
+For ``"mean"`` and ``"sum"`` every row's loss has the same factor. So the gradients of the sum are computed in the
+forward pass, and backward scales them by the incoming gradient over the divisor (both tensors, so the host does not
+wait; the gradients of the mean itself would underflow in fp16, whose loss scale comes with the incoming gradient). That
+takes three GEMMs, as many as the unfused composite. For ``"none"`` the factors are known in backward only: forward
+saves each row's maximum and log sum of exponentials, and backward computes each chunk of logits again, a fourth GEMM.
 
 With sequence-parallel input each rank holds a part of the rows: a chunk is gathered from all ranks, and its dh is
 reduce-scattered.
@@ -21,7 +20,6 @@ Memory beyond inputs and gradients: the chunk, and dW in fp32. Chunk sizes and t
 results do not change from run to run. Sources: Wijmans et al., arXiv:2411.09009; Hsu et al., arXiv:2410.10989 (chunks).
 """
 
-from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -35,27 +33,26 @@ from parallel_ops._internal.dispatch.registration import cast_first, register
 from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops._internal.gradients.split_backward import check_memory, requested
 from parallel_ops.comm.consistency import propagate_errors
-from parallel_ops.ops.cross_entropy import kernels as ce_kernels
-from parallel_ops.ops.cross_entropy.cross_entropy import check_target_values, cross_entropy_reference
+from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy_reference
+from parallel_ops.ops.cross_entropy.kernels import LossStatistics, statistics_of
 from parallel_ops.ops.cross_entropy.options import (
-    NONE,
-    REDUCTIONS,
     LossArguments,
     LossOptions,
     check_class_weight,
-    check_reduction,
     check_target,
+    check_target_values,
 )
-from parallel_ops.tensor_parallel.loss.linear_loss import NAME as _NAME
 from parallel_ops.tensor_parallel.loss.linear_loss import (
-    backward,
+    NAME,
+    backward_per_row,
     fake,
     fake_backward,
     flops,
     flops_of_backward,
     forward,
+    options_of,
 )
-from parallel_ops.tensor_parallel.loss.logit_chunks import LinearCall
+from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions
 
 # Each chunk reads the weight twice and reads and writes its gradient; it needs enough rows to hide that behind the
 # products: on a GPU 1,024 rows of 131,072 bf16 logits, on a CPU 524 rows of 32,000 fp32 ones (2026-11, two cores of a
@@ -64,12 +61,91 @@ CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
 class LinearCrossEntropyArguments(LossArguments, total=False):
-    """Keyword arguments of ``vocab_parallel_linear_cross_entropy``."""
+    """Keyword arguments of ``linear_cross_entropy``."""
 
     bias: Tensor | None
+    chunk_bytes: int | None
+
+
+class VocabParallelLinearArguments(LinearCrossEntropyArguments, total=False):
+    """Keyword arguments of ``vocab_parallel_linear_cross_entropy``."""
+
     group: ProcessGroup | None
     sequence_parallel: bool
-    chunk_bytes: int | None
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_statistics: Literal[False] = False,
+    **options: Unpack[LinearCrossEntropyArguments],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_statistics: Literal[True],
+    **options: Unpack[LinearCrossEntropyArguments],
+) -> tuple[Tensor, LossStatistics]: ...
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    ignore_out_of_range: bool = False,
+    reduction: str = "mean",
+    chunk_bytes: int | None = None,
+    return_statistics: bool = False,
+) -> Tensor | tuple[Tensor, LossStatistics]:
+    """``cross_entropy(F.linear(hidden, weight, bias), target, ...)`` without the logits.
+
+    ``vocab_parallel_linear_cross_entropy`` takes a weight that ranks share.
+
+    Args:
+        hidden: ``[..., H]``, float32, float16, bfloat16 or float64.
+        weight: ``[V, H]``, the output embedding, dtype of ``hidden``.
+        target: ``[...]``, int64 or int32 class indices.
+        bias: ``[V]``, dtype of ``hidden``. Columns of -inf count as absent (padding of the vocabulary).
+        class_weight, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction, return_statistics:
+            see ``cross_entropy``.
+        chunk_bytes: bytes of logits that exist at a time; ``None`` for 256 MiB on CUDA and 64 MiB on CPU.
+
+    Returns:
+        The loss, a scalar, or one for each target for ``reduction="none"``; float32, or float64 for float64 tensors.
+        With ``return_statistics`` a tuple of loss and ``LossStatistics``. Under autocast hidden, weight and bias are
+        cast to the autocast dtype.
+
+    Raises:
+        TypeError: unsupported dtypes. ValueError: wrong shapes, devices or options and, on CPU, a target outside the
+            vocabulary. On CUDA rows with such a target have NaN loss and gradient.
+
+    Sharding: every row is independent; hidden, target and loss may be sharded on their rows.
+
+    Examples:
+        >>> import torch
+        >>> from parallel_ops import linear_cross_entropy
+        >>> hidden, weight, target = torch.randn(32, 64), torch.randn(1000, 64), torch.randint(1000, (32,))
+        >>> loss = linear_cross_entropy(hidden, weight, target)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, target), rtol=1e-4)
+        True
+    """
+    name = "linear_cross_entropy"
+    options = LossOptions.checked(
+        name, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction
+    )  # fmt: skip
+    chunking = check_linear(name, hidden, weight, target, bias, class_weight, None, False, chunk_bytes)
+    return _call(name, hidden, weight, target, bias, class_weight, options, chunking, return_statistics)
 
 
 @overload
@@ -79,7 +155,7 @@ def vocab_parallel_linear_cross_entropy(
     target: Tensor,
     *,
     return_statistics: Literal[False] = False,
-    **options: Unpack[LinearCrossEntropyArguments],
+    **options: Unpack[VocabParallelLinearArguments],
 ) -> Tensor: ...
 @overload
 def vocab_parallel_linear_cross_entropy(
@@ -88,8 +164,8 @@ def vocab_parallel_linear_cross_entropy(
     target: Tensor,
     *,
     return_statistics: Literal[True],
-    **options: Unpack[LinearCrossEntropyArguments],
-) -> tuple[Tensor, ce_kernels.LossStatistics]: ...
+    **options: Unpack[VocabParallelLinearArguments],
+) -> tuple[Tensor, LossStatistics]: ...
 def vocab_parallel_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -107,7 +183,7 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk_bytes: int | None = None,
     return_statistics: bool = False,
-) -> Tensor | tuple[Tensor, ce_kernels.LossStatistics]:
+) -> Tensor | tuple[Tensor, LossStatistics]:
     """``vocab_parallel_cross_entropy(F.linear(hidden, weight, bias), target, ...)`` without the logits.
 
     Args:
@@ -146,90 +222,97 @@ def vocab_parallel_linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, target), rtol=1e-4)
         True
     """
-    name = group_name(_NAME, group)
-    checked = (hidden, weight, target, bias, class_weight, group, sequence_parallel, reduction, chunk_bytes)
-    with nullcontext() if group is None else propagate_errors(_NAME, group, hidden, weight, target, checked=True):
-        parts, size = _check(*checked)
-        options = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range)
-    grad = torch.is_grad_enabled()
-    needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    try:
-        loss, column, saved, *_ = (_op.dispatched if return_statistics else _op)(
-            hidden, weight, bias, target, class_weight, name, *options, REDUCTIONS.index(reduction), parts, size, needs
+    name = group_name(NAME, group)
+    with propagate_errors(NAME, None if name is None else group, hidden, weight, target, checked=True):
+        options = LossOptions.checked(
+            NAME, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction
         )  # fmt: skip
+        chunking = check_linear(
+            NAME, hidden, weight, target, bias, class_weight, group, sequence_parallel, chunk_bytes
+        )  # fmt: skip
+    return _call(NAME, hidden, weight, target, bias, class_weight, options, chunking, return_statistics)
+
+
+def _call(
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    options: LossOptions, chunking: ChunkOptions, return_statistics: bool,
+) -> Tensor | tuple[Tensor, LossStatistics]:  # fmt: skip
+    call = _op.dispatched if return_statistics else _op
+    try:
+        loss, column, saved, *_ = call(hidden, weight, bias, target, class_weight, *options, *chunking)
     except RuntimeError:
         # As in cross_entropy: on CPU the kernel checks the targets; the next line names a bad one with its row.
-        if name is None and not ignore_out_of_range:
-            check_target_values(_NAME, target, weight.shape[0], ignore_index)
+        if chunking.group is None and not options.ignore_out_of_range:
+            check_target_values(name, target, weight.shape[0], options.ignore_index)
         raise
-    return (loss, ce_kernels.statistics_of(column, saved, target.shape)) if return_statistics else loss
+    return (loss, statistics_of(column, saved, target.shape)) if return_statistics else loss
 
 
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """The same on one rank in plain PyTorch."""
+    """``linear_cross_entropy`` in plain PyTorch."""
     return cross_entropy_reference(F.linear(hidden, weight, bias), target, **options)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    group: ProcessGroup | None, sequence_parallel: bool, reduction: str, chunk_bytes: int | None,
-) -> tuple[int, int]:  # fmt: skip
-    """Number of ranks over which the rows are sharded, and bytes of a chunk."""
-    check_floating(_NAME, "hidden", hidden)
+def check_linear(
+    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    group: ProcessGroup | None, sequence_parallel: bool, chunk_bytes: int | None,
+) -> ChunkOptions:  # fmt: skip
+    """How the logits are cut into chunks. Raises TypeError or ValueError for wrong tensors."""
+    check_floating(op, "hidden", hidden)
     if hidden.dim() == 0:
-        raise ValueError(f"{_NAME}: hidden must have at least one dimension, got a scalar")
-    check_floating(_NAME, "weight", weight)
+        raise ValueError(f"{op}: hidden must have at least one dimension, got a scalar")
+    check_floating(op, "weight", weight)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"{_NAME}: weight must have shape [V, {hidden.shape[-1]}], the last dimension of hidden, "
+            f"{op}: weight must have shape [V, {hidden.shape[-1]}], the last dimension of hidden, "
             f"got {list(weight.shape)}"
         )
-    check_same_device(_NAME, "weight", weight, "hidden", hidden)
-    check_same_dtype(_NAME, "weight", weight, "hidden", hidden)
+    check_same_device(op, "weight", weight, "hidden", hidden)
+    check_same_dtype(op, "weight", weight, "hidden", hidden)
     if bias is not None:
-        check_floating(_NAME, "bias", bias)
+        check_floating(op, "bias", bias)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise ValueError(
-                f"{_NAME}: bias must have shape [{weight.shape[0]}], one element for each row of weight, "
+                f"{op}: bias must have shape [{weight.shape[0]}], one element for each row of weight, "
                 f"got {list(bias.shape)}"
             )
-        check_same_device(_NAME, "bias", bias, "hidden", hidden)
-        check_same_dtype(_NAME, "bias", bias, "hidden", hidden)
+        check_same_device(op, "bias", bias, "hidden", hidden)
+        check_same_dtype(op, "bias", bias, "hidden", hidden)
     parts = group.size() if group is not None and sequence_parallel else 1
     if sequence_parallel and hidden.dim() < 2:
-        raise ValueError(f"{_NAME}: hidden must be [s / P, ..., H] with sequence_parallel, got {list(hidden.shape)}")
+        raise ValueError(f"{op}: hidden must be [s / P, ..., H] with sequence_parallel, got {list(hidden.shape)}")
     shape = torch.Size((parts * hidden.shape[0], *hidden.shape[1:-1])) if parts > 1 else hidden.shape[:-1]
-    check_target(_NAME, target, shape, "that of the whole hidden without its last dimension")
-    check_same_device(_NAME, "target", target, "hidden", hidden)
-    check_class_weight(_NAME, class_weight, weight.shape[:1], "one element for each row of weight", "hidden", hidden)
-    check_reduction(_NAME, reduction)
+    check_target(op, target, shape, "that of the whole hidden without its last dimension")
+    check_same_device(op, "target", target, "hidden", hidden)
+    check_class_weight(op, class_weight, weight.shape[:1], "one element for each row of weight", "hidden", hidden)
     size = CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "cuda"] if chunk_bytes is None else chunk_bytes
     if size < 1:
-        raise ValueError(f"{_NAME}: chunk_bytes must be at least 1, got {chunk_bytes}")
-    return parts, size
+        raise ValueError(f"{op}: chunk_bytes must be at least 1, got {chunk_bytes}")
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    return ChunkOptions(group_name(op, group), parts, size, needs)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, _, class_weight, *ctx.arguments = inputs
     _, column, saved, divisor, *gradients = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else unused zeros of the size of the weight gradient
-    call = LinearCall(*ctx.arguments)
-    ctx.per_row, ctx.dtype = call.reduction == NONE, weight.dtype
+    ctx.per_row, ctx.dtype = options_of(ctx.arguments)[0].per_row, weight.dtype
     kept = (hidden, weight, bias, class_weight, column, saved) if ctx.per_row else (divisor, *gradients)
     ctx.save_for_backward(*kept)
 
 
-def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * (5 + len(ctx.arguments))
     needs, scale = requested(ctx)[:3], None
     if ctx.per_row:
         hidden, weight, *others = ctx.saved_tensors
         if not needs[0]:
-            check_memory(_NAME, "weight", weight)
+            check_memory(NAME, "weight", weight)
         gradients = _backward_op(grad, hidden, weight, *others, *ctx.arguments[:-1], needs)
     else:
         divisor, *gradients = ctx.saved_tensors
@@ -247,15 +330,10 @@ def _finished(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
-_backward_op = register(f"{_NAME}_backward", fake=fake_backward, cpu=backward, cuda=backward, flops=flops_of_backward)
-_op = register(
-    _NAME,
-    fake=fake,
-    cpu=forward,
-    cuda=forward,
-    setup_context=_setup_context,
-    backward=_autograd,
-    differentiable=1,
-    autocast=cast_first(3),
-    flops=flops,
+_backward_op = register(
+    f"{NAME}_backward", fake=fake_backward, cpu=backward_per_row, cuda=backward_per_row, flops=flops_of_backward
 )
+_op = register(
+    NAME, fake=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
+    autocast=cast_first(3), flops=flops,
+)  # fmt: skip

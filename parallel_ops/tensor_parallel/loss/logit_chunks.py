@@ -10,97 +10,76 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
 from parallel_ops._internal.gradients.weight_gradients import add_product
-from parallel_ops.ops.cross_entropy import kernels as ce_kernels
-from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
+from parallel_ops.ops.cross_entropy.kernels import accumulation_dtype
 
 
-class LinearCall(NamedTuple):
-    """The non-tensor arguments of the op, in the order of its schema."""
+class ChunkOptions(NamedTuple):
+    """How an op cuts its logits into chunks, in the order of the ops' schemas."""
 
     group: str | None
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    ignore_index: int
-    ignore_out_of_range: bool  # targets outside the vocabulary are ignored
-    reduction: int  # index in REDUCTIONS
     parts: int  # number of ranks over which the rows are sharded
     chunk_bytes: int
     needs: list[bool]  # whether hidden, weight and bias need a gradient
 
-    @property
-    def loss_options(self) -> LossOptions:
-        """The options of a row's loss."""
-        return LossOptions(self.label_smoothing, self.z_loss, self.softcap, self.ignore_index, self.ignore_out_of_range)
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether gradients are computed in the forward pass."""
-        return self.reduction != NONE and any(self.needs)
-
-    def signature(self) -> tuple[object, ...]:
-        """The arguments that must be equal on all ranks."""
-        return (*self.loss_options, self.reduction, self.parts, self.chunk_bytes, *self.needs)
-
-
-def _max_rows(call: LinearCall, widest: int, weight: Tensor) -> int:
+def _max_rows(options: ChunkOptions, widest: int, weight: Tensor) -> int:
     """Largest number of rows of hidden in a chunk, if the widest rank has ``widest`` columns."""
-    return max(1, call.chunk_bytes // max(1, widest * weight.itemsize * call.parts))
+    return max(1, options.chunk_bytes // max(1, widest * weight.itemsize * options.parts))
 
 
-def weight_gradient_dtype(call: LinearCall, rows: int, weight: Tensor) -> torch.dtype:
+def weight_gradient_dtype(options: ChunkOptions, rows: int, weight: Tensor) -> torch.dtype:
     """The dtype in which the gradient of ``weight`` is summed over the chunks of ``rows`` rows of hidden.
 
     On a CPU the product of each chunk is rounded to bfloat16 (see ``add_product``), so one chunk needs no wider sum.
     """
     rounded = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
-    if rounded and call.group is None and rows <= _max_rows(call, weight.shape[0], weight):
+    if rounded and options.group is None and rows <= _max_rows(options, weight.shape[0], weight):
         return weight.dtype
-    return ce_kernels.accumulation_dtype(weight.dtype)
+    return accumulation_dtype(weight.dtype)
 
 
 class Chunks:
     """The chunks of one call. They share one buffer for logits; gradients are accumulated over them."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, widest: int) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: ChunkOptions, widest: int) -> None:
         self._shape = hidden.shape
-        self.weight, self.bias, self.call = weight, bias, call
+        self.weight, self.bias, self.options = weight, bias, options
         self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.local_rows = self.hidden.shape[0]
-        self.count = max(1, -(-self.local_rows // _max_rows(call, widest, weight)))
+        self.count = max(1, -(-self.local_rows // _max_rows(options, widest, weight)))
         self.rows = max(1, -(-self.local_rows // self.count))
         self._buffer: Tensor | None = None
         # Allocated at the first chunk in their full shape; the last two in the dtype of their sum.
-        self._dweight_dtype = weight_gradient_dtype(call, self.local_rows, weight)
+        self._dweight_dtype = weight_gradient_dtype(options, self.local_rows, weight)
         self._dhidden: Tensor | None = None
         self._dweight: Tensor | None = None
         self._dbias: Tensor | None = None
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias, empty if not needed; the last two in the dtype of their sum."""
-        accumulate = ce_kernels.accumulation_dtype(self.weight.dtype)
+        accumulate = accumulation_dtype(self.weight.dtype)
         return (
             self.weight.new_empty(0) if self._dhidden is None else self._dhidden.view(self._shape),
             self.weight.new_empty(0, dtype=self._dweight_dtype) if self._dweight is None else self._dweight,
             self.weight.new_empty(0, dtype=accumulate) if self._dbias is None else self._dbias,
         )
 
-    def split(self, t: Tensor) -> list[Tensor]:
-        """Per-row values of all ranks as one view for each chunk: ``[parts, rows of the chunk]``."""
-        whole = t.reshape(self.call.parts, self.local_rows)
-        return [whole[:, i * self.rows : (i + 1) * self.rows] for i in range(self.count)]
+    def split(self, t: Tensor, leading: int = 0) -> list[Tensor]:
+        """Values of the rows of all ranks as one view for each chunk: ``[*leading, parts, rows of the chunk]``."""
+        whole = t.reshape(*t.shape[:leading], self.options.parts, self.local_rows)
+        return [whole[..., i * self.rows : (i + 1) * self.rows] for i in range(self.count)]
 
     def logits(self, i: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """Rows of hidden in chunk ``i``, gathered over the ranks that share them, and their logits, in the buffer."""
         h = self.hidden if self.count == 1 else self.hidden[i * self.rows : (i + 1) * self.rows]
-        if self.call.parts > 1:
-            gathered = h.new_empty((self.call.parts * h.shape[0], h.shape[1]))
+        if self.options.parts > 1:
+            gathered = h.new_empty((self.options.parts * h.shape[0], h.shape[1]))
             all_gather_single(gathered, h.contiguous(), group=group)
             h = gathered
         if self.count == 1:
             return h, F.linear(h, self.weight, self.bias)
         if self._buffer is None:
-            self._buffer = self.weight.new_empty((self.rows * self.call.parts, self.weight.shape[0]))
+            self._buffer = self.weight.new_empty((self.rows * self.options.parts, self.weight.shape[0]))
         z = self._buffer[: h.shape[0]]
         if self.bias is None:
             torch.mm(h, self.weight.t(), out=z)
@@ -110,8 +89,8 @@ class Chunks:
 
     def add_gradients(self, i: int, h: Tensor, dz: Tensor, group: ProcessGroup | None) -> None:
         """Adds the gradients of chunk ``i``: rows of hidden ``h``, gradient of their logits ``dz``."""
-        needs_hidden, needs_weight, needs_bias = self.call.needs
-        accumulate = ce_kernels.accumulation_dtype(dz.dtype)
+        needs_hidden, needs_weight, needs_bias = self.options.needs
+        accumulate = accumulation_dtype(dz.dtype)
         if needs_hidden:
             dh = self._sum_over_ranks(dz @ self.weight, group)
             if self.count == 1:
@@ -134,10 +113,10 @@ class Chunks:
     def _sum_over_ranks(self, dh: Tensor, group: ProcessGroup | None) -> Tensor:
         if group is None:
             return dh
-        dh = dh.to(ce_kernels.accumulation_dtype(dh.dtype))
-        if self.call.parts == 1:
+        dh = dh.to(accumulation_dtype(dh.dtype))
+        if self.options.parts == 1:
             dist.all_reduce(dh, group=group)
             return dh
-        mine = dh.new_empty((dh.shape[0] // self.call.parts, dh.shape[1]))
+        mine = dh.new_empty((dh.shape[0] // self.options.parts, dh.shape[1]))
         reduce_scatter_single(mine, dh, group=group)
         return mine

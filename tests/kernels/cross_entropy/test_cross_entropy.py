@@ -25,10 +25,6 @@ def launches(dtype, cols, smoothing, softcap, weighted=False):
         kernels.statistics(x, target, weight, out, target, start=0, vocab=cols, softcap=softcap, **targets)
         kernels.combine(out.unsqueeze(0), target, rows, saved, **options)
         kernels.backward(rows, x, weight, target, saved, x, softcap=softcap, **options)
-        kernels.with_gradient(
-            x, target, weight, rows[:1], rows, target, saved, x, softcap=softcap, **targets, **options
-        )  # fmt: skip
-        kernels.scale(x, rows[:1])
     return recorded
 
 
@@ -49,11 +45,7 @@ def test_compiled_code(dtype, cols, capability):
         for launch in launches(dtype, cols, True, 30.0, weighted=True):
             code = aot.compile_for(launch, capability)
             assert not code.spills, f"{launch}: {code}"
-    # A row that does not fit on chip is read again for its gradient: from L2, where the program has just had it.
-    again = [launch for launch in recorded if launch.name == "_with_gradient_kernel"]
-    check_compiled([launch for launch in recorded if launch not in again], cols, capability)
-    for launch in again:
-        check_compiled([launch], cols, capability, passes=1 if "WHOLE=True" in str(launch) else 2)
+    check_compiled(recorded, cols, capability)
 
 
 def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
@@ -151,58 +143,6 @@ def test_interpreted_class_weights(dtype):
         # PyTorch's own fp64 is the oracle.
         slack = 64 if dtype is torch.float64 else 4
         suite.check_numerics(kernels, reference, [logits, target], slack_ulps=slack)
-
-
-def interpreted_with_gradient(inplace, label_smoothing, z_loss, softcap, class_weight=None):
-    """The mean of the losses, with the gradient made beside it."""
-    from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
-
-    def run(logits, target):
-        x, rows = logits.detach().clone(), target.numel()
-        dtype = accumulation_dtype(x.dtype)
-        kept = target != -100
-        divisor = kept.sum() if class_weight is None else class_weight[target[kept]].sum()
-        saved = poisoned((saved_per_row(label_smoothing != 0, class_weight is not None), rows), dtype)
-        column, loss = poisoned((rows,), torch.int64), poisoned((rows,), dtype)
-        dx = x if inplace else poisoned(x.shape, x)
-        kernels.with_gradient(
-            x, target, class_weight, divisor.to(dtype).reciprocal().view(1), loss, column, saved, dx,
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap or 0.0, ignore_index=-100,
-            ignore_out_of_range=False,
-        )  # fmt: skip
-        return loss.sum() / divisor, dx
-
-    def backward(grad, logits, target):
-        _, dx = run(logits, target)
-        kernels.scale(dx, grad)
-        return dx, None
-
-    return differentiable(lambda logits, target: run(logits, target)[0], backward)
-
-
-@pytest.mark.executed
-@pytest.mark.parametrize(
-    ("dtype", "inplace"), [*((dtype, False) for dtype in (*DTYPES, torch.float64)), (torch.bfloat16, True)], ids=str
-)
-def test_interpreted_with_the_gradient_in_the_forward(dtype, inplace):
-    """Rows in registers and rows read twice, of columns that blocks divide and do not."""
-    longest = 70_000 if dtype.itemsize == 2 else 36_000
-    for rows, cols, options in ((5, 70, (0.1, 0.01, 3.0)), (2, longest, (0.0, 1e-3, None))):
-        logits = randn(rows, cols, dtype=dtype, scale=3)
-        target = torch.arange(rows) * 7
-        target[-1] = -100 if rows > 2 else cols - 1
-        label_smoothing, z_loss, softcap = options
-        weight = torch.rand(cols, generator=torch.Generator().manual_seed(1)) if rows > 2 else None
-
-        reference = functools.partial(
-            cross_entropy_reference, class_weight=weight, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap,
-        )  # fmt: skip
-        kernels = interpreted_with_gradient(inplace, *options, weight)
-        for factor in (1.0, 0.5):
-            grad = torch.tensor(factor, dtype=accumulation_dtype(dtype))
-            slack = 64 if dtype is torch.float64 else 4
-            suite.check_numerics(kernels, reference, [logits, target], grad, slack_ulps=slack)
 
 
 @pytest.mark.executed(smoke=False)

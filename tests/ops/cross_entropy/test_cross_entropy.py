@@ -82,23 +82,18 @@ def test_gradient_matches_finite_differences(device, options):
 def test_custom_op_contract(device):
     x, target = randn(3, 2, 5, dtype=torch.float32, device=device), targets((3, 2), 5, device)
     for eps, softcap, weight in ((0.0, 0.0, None), (0.1, 3.0, torch.rand(5, device=device))):
+        options = [eps, 0.1, softcap, -100, False]
         for logits in (x, x.detach().transpose(0, 1).contiguous().transpose(0, 1)):
-            options = [eps, 0.1, softcap, -100, False]
             for reduction in range(3):
                 suite.check_op(ops.cross_entropy.default, [logits, target, weight, *options, reduction, False])
-            suite.check_op(ops.cross_entropy_with_gradient.default, [logits, target, weight, *options, 1])
-        raw = x.detach()
-        inplace = [raw.clone(), target, weight, *options, 1, False]
-        suite.check_op(ops.cross_entropy_with_gradient_.default, inplace)
-        suite.check_op(ops.cross_entropy_scale_.default, [raw.clone(), torch.tensor(0.5, device=device)])
-        statistics = [raw, target.flatten(), weight, 0, 5, -100, False, softcap, eps > 0]
+        raw, options = x.detach(), [*options, 0]
+        statistics = [raw, target.flatten(), weight, 0, 5, *options]
         suite.check_op(ops.cross_entropy_statistics.default, statistics)
         partial, column = ops.cross_entropy_statistics(*statistics)
-        suite.check_op(ops.cross_entropy_combine.default, [partial[None], column, eps, 0.1])
-        _, saved = ops.cross_entropy_combine(partial[None], column, eps, 0.1)
-        backward = [torch.rand(3, 2, device=device), raw, weight, column, saved, None, eps, 0.1, softcap]
+        suite.check_op(ops.cross_entropy_combine.default, [partial[None], column, *options])
+        _, saved = ops.cross_entropy_combine(partial[None], column, *options)
+        backward = [torch.rand(3, 2, device=device), raw, weight, column, saved, None, *options, torch.empty_like(raw)]
         suite.check_op(ops.cross_entropy_backward.default, backward)
-        suite.check_op(ops.cross_entropy_backward_.default, [backward[0], raw.clone(), *backward[2:]])
     suite.check_second_derivative_raises(vocab_parallel_cross_entropy, [x, target])
 
 
@@ -337,63 +332,17 @@ def test_targets_out_of_range_may_be_ignored(device, reduction):
     assert all(v.isfinite().all() for v in ours)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("rows", [3, 40])
-def test_gradient_in_the_forward(device, dtype, inplace, rows):
-    """For every incoming gradient; over the logits where that is asked for."""
-    x, target = randn(rows, 2050, dtype=dtype, device=device), targets((rows,), 2050, device)
-    for options in (
-        {},
-        {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.1, "class_weight": weights(2050, device)},
-    ):
-        op, reference = pair(**options)
-        op = functools.partial(op, gradient_in_forward=True, inplace_backward=inplace)
-        for factor in (1.0, 0.25):
-            grad = torch.tensor(factor, device=device)
-            suite.check_numerics(lambda x, t: op(x * 1, t), reference, [x, target], grad, slack_ulps=4)  # noqa: B023
-    with torch.no_grad():
-        kept = x.clone()
-        op(kept, target)
-        assert torch.equal(kept, x), "nobody wants a gradient"
-
-
-def test_gradient_in_the_forward_is_declared(device):
-    x, target = randn(20, 8, dtype=torch.float32, device=device), targets((20,), 8, device)
-    for inplace in (False, True):
-        logits = x * 1
-        loss = vocab_parallel_cross_entropy(logits, target, gradient_in_forward=True, inplace_backward=inplace)
-        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        assert (gradient.data_ptr() == logits.data_ptr()) == inplace
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(loss, logits)
-    logits = x.exp()  # exp saves its output
-    loss = vocab_parallel_cross_entropy(logits, target, gradient_in_forward=True, inplace_backward=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    with pytest.raises(ValueError, match=r"gradient_in_forward needs reduction 'mean' or 'sum', got 'none'"):
-        vocab_parallel_cross_entropy(x, target, gradient_in_forward=True, reduction="none")
-
-
-def test_gradient_in_the_forward_compiles(device):
-    def op(x, t):
-        return vocab_parallel_cross_entropy(x * 1, t, gradient_in_forward=True, inplace_backward=True)
-
-    cases = [
-        [randn(n, 3, v, dtype=torch.float32, device=device), targets((n, 3), v, device)] for n, v in ((4, 8), (6, 10))
-    ]
-    suite.check_compiles(op, cases)
-
-
 def test_direct_calls_of_the_ops_cannot_read_out_of_bounds(device):
-    x, t = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    x, t, options = torch.randn(4, 8), torch.zeros(4, dtype=torch.long), [0.0, 0.0, 0.0, -100, False, 0]
     with pytest.raises(RuntimeError, match="cross_entropy_statistics: expected one element for each row"):
-        ops.cross_entropy_statistics(x, t[:3], None, 0, 8, -100, False, 0.0, False)
-    statistics, column = ops.cross_entropy_statistics(x, t, None, 0, 8, -100, False, 0.0, False)
+        ops.cross_entropy_statistics(x, t[:3], None, 0, 8, *options)
+    statistics, column = ops.cross_entropy_statistics(x, t, None, 0, 8, *options)
     with pytest.raises(RuntimeError, match="cross_entropy_combine: statistics must be"):
-        ops.cross_entropy_combine(statistics[None], column, 0.1, 0.0)
-    _, saved = ops.cross_entropy_combine(statistics[None], column, 0.0, 0.0)
+        ops.cross_entropy_combine(statistics[None], column, 0.1, *options[1:])
+    _, saved = ops.cross_entropy_combine(statistics[None], column, *options)
+    given = [x, None, column, saved, None, *options]
     with pytest.raises(RuntimeError, match="cross_entropy_backward: expected one element for each row"):
-        ops.cross_entropy_backward(torch.ones(3), x, None, column, saved, None, 0.0, 0.0, 0.0)
-    with pytest.raises(RuntimeError, match="cross_entropy_backward_: logits must be contiguous"):
-        ops.cross_entropy_backward_(torch.ones(4), x.t().contiguous().t(), None, column, saved, None, 0.0, 0.0, 0.0)
+        ops.cross_entropy_backward(torch.ones(3), *given, torch.empty(4, 8))
+    for out in (torch.empty(8, 4).t(), torch.empty(4, 7), torch.empty(4, 8).double()):
+        with pytest.raises(RuntimeError, match="cross_entropy_backward: out must be contiguous"):
+            ops.cross_entropy_backward(torch.ones(4), *given, out)
