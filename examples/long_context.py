@@ -31,7 +31,7 @@ for length in sorted(int(argument) for argument in sys.argv[1:] or ["8192"]):
         vocab_size=256, seq_length=length, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2,
         ffn_hidden_size=384, activation="swiglu", norm="rms_norm", positions="rotary", bias=False,
     )  # fmt: skip
-    model = Transformer(config, context=mesh["cp"], device=device)
+    model = Transformer(config, cp_mesh=mesh["cp"], device=device)
     for block in (*model.layers.values(), model):
         fully_shard(block, mesh=mesh["fsdp"])
     text = torch.randint(256, (length + 1, 1), device=device)  # the same on every rank, which takes its tokens of it

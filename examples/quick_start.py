@@ -18,7 +18,7 @@ dist.init_process_group()
 mesh = ParallelMesh(dp_shard=2, tp=2)
 torch.manual_seed(0)
 config = TransformerConfig(vocab_size=97, seq_length=32, num_layers=2, hidden_size=64, num_heads=4)
-model = Transformer(config, mesh=mesh["tp"], sequence_parallel=True, device=mesh.root.device_type)
+model = Transformer(config, tp_mesh=mesh["tp"], sequence_parallel=True, device=mesh.root.device_type)
 for block in (*model.layers.values(), model):
     fully_shard(block, mesh=mesh["fsdp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

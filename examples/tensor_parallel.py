@@ -21,7 +21,7 @@ class Model(nn.Module):
 
     def __init__(self, mesh):
         super().__init__()
-        parallel = {"mesh": mesh, "sequence_parallel": True}
+        parallel = {"tp_mesh": mesh, "sequence_parallel": True}
         self.tokens = VocabParallelEmbedding(VOCAB, HIDDEN, init_method=lambda w: w.normal_(std=0.1), **parallel)
         self.layers = nn.Sequential(*(ParallelTransformerLayer(HIDDEN, 4, dropout=0.1, **parallel) for _ in range(2)))
         self.norm = Norm(HIDDEN, **parallel)

@@ -117,7 +117,7 @@ def measure(
     def layer_of(n: int) -> ParallelMoE:
         torch.manual_seed(0)
         return ParallelMoE(
-            sizes["hidden"], sizes["ffn"], sizes["experts"], sizes["top_k"], mesh=None, expert_mesh=mesh["ep"],
+            sizes["hidden"], sizes["ffn"], sizes["experts"], sizes["top_k"], tp_mesh=None, ep_mesh=mesh["ep"],
             overlap=n, init_method=functools.partial(torch.nn.init.normal_, std=0.02),
         )  # fmt: skip
 

@@ -17,8 +17,8 @@ def _backward_of(op: str) -> str:
 
 class Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
-        ctx.args = fp32_reduction, group, _backward_of(op)
+    def forward(ctx: Any, x: Tensor, fp32: bool, group: str, op: str) -> Tensor:
+        ctx.args = fp32, group, _backward_of(op)
         return x.view_as(x)
 
     @staticmethod
@@ -28,9 +28,9 @@ class Copy(torch.autograd.Function):
 
 class Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
-        ctx.args = fp32_reduction, group, _backward_of(op)
-        return primitives.all_reduce(x, fp32_reduction, group, op)
+    def forward(ctx: Any, x: Tensor, fp32: bool, group: str, op: str) -> Tensor:
+        ctx.args = fp32, group, _backward_of(op)
+        return primitives.all_reduce(x, fp32, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -61,10 +61,8 @@ class Gather(torch.autograd.Function):
 
 class AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
-    ) -> Tensor:
-        ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32: bool, group: str, op: str) -> Tensor:
+        ctx.args = dim, sizes, fp32, group, _backward_of(op)
         return primitives.all_gather(x, dim, sizes, group, op)
 
     @staticmethod
@@ -74,11 +72,9 @@ class AllGather(torch.autograd.Function):
 
 class ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
-    ) -> Tensor:
-        ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
-        return primitives.reduce_scatter(x, dim, sizes, fp32_reduction, group, op)
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32: bool, group: str, op: str) -> Tensor:
+        ctx.args = dim, sizes, fp32, group, _backward_of(op)
+        return primitives.reduce_scatter(x, dim, sizes, fp32, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

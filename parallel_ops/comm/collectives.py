@@ -14,8 +14,8 @@ The first four are the f and g of Shoeybi et al., arXiv:1909.08053, and the next
 
 Common to all: ``group=None`` is a group of one. ``dim`` may be any dimension, negative too. ``sizes`` are the sizes of
 the ranks' shards along ``dim``, in rank order, the same tuple on every rank; without it all shards have one size.
-``fp32_reduction=True`` sums in rank order in fp32 with one rounding at the end: the same bits run after run, whatever
-the backend. ``False`` leaves the sum to the backend, in the tensor's dtype and in the backend's order.
+``grad_reduce="fp32"`` sums in rank order in fp32 with one rounding at the end: the same bits run after run, whatever
+the backend. ``"backend"`` leaves the sum to the backend, in the tensor's dtype and in the backend's order.
 
 Ranks that make different calls all raise the same ValueError before data moves (see ``consistency``).
 Under ``torch.compile`` each is one opaque op of the graph: nothing is fused into it and it blocks its stream in program
@@ -25,6 +25,7 @@ graph, which with uneven shards they do not: compile those with ``backend="aot_e
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -52,8 +53,17 @@ __all__ = [
     "shard_sizes",
 ]
 
+GradReduce = Literal["fp32", "backend"]
 
-def copy_to_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool = True) -> Tensor:
+
+def is_fp32(op: str, grad_reduce: GradReduce) -> bool:
+    """``grad_reduce`` as the flag of the ops' schemas; raises ValueError if it is not valid."""
+    if grad_reduce not in ("fp32", "backend"):
+        raise ValueError(f"{op}: grad_reduce must be 'fp32' or 'backend', got {grad_reduce!r}")
+    return grad_reduce == "fp32"
+
+
+def copy_to_group(x: Tensor, group: ProcessGroup | None, *, grad_reduce: GradReduce = "fp32") -> Tensor:
     """``x`` as it is; in the backward the gradients of all ranks are summed.
 
     Args:
@@ -66,16 +76,17 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool
     op = "copy_to_group"
     name = group_name(op, group)
     check_summable(op, x, group)
-    return x if name is None else _functions.Copy.apply(x, fp32_reduction, name, op)
+    fp32 = is_fp32(op, grad_reduce)
+    return x if name is None else _functions.Copy.apply(x, fp32, name, op)
 
 
-def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool = True) -> Tensor:
+def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, grad_reduce: GradReduce = "fp32") -> Tensor:
     """The sum of ``x`` over the ranks; the gradient passes as it is.
 
     Args:
         x: any shape, floating or integer: this rank's partial sum.
 
-    Returns: shape and dtype of ``x``; with ``fp32_reduction`` every rank has the same bits.
+    Returns: shape and dtype of ``x``; with ``"fp32"`` every rank has the same bits.
     Raises: TypeError, ValueError: see the module.
 
     Sharding: x partial over group; the result, its gradient and that of x replicated.
@@ -84,7 +95,8 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: 
     name = group_name(op, group)
     with propagate_errors(op, group, x, checked=True):
         check_summable(op, x, group)
-    return x if name is None else _functions.Reduce.apply(x, fp32_reduction, name, op)
+        fp32 = is_fp32(op, grad_reduce)
+    return x if name is None else _functions.Reduce.apply(x, fp32, name, op)
 
 
 def scatter_to_group(
@@ -137,7 +149,7 @@ def all_gather(
     *,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    fp32_reduction: bool = True,
+    grad_reduce: GradReduce = "fp32",
 ) -> Tensor:
     """``x`` of all ranks, concatenated along ``dim``; in the backward the gradients are reduce-scattered.
 
@@ -154,7 +166,8 @@ def all_gather(
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
-    return x if name is None else _functions.AllGather.apply(x, dim, split, fp32_reduction, name, op)
+        fp32 = is_fp32(op, grad_reduce)
+    return x if name is None else _functions.AllGather.apply(x, dim, split, fp32, name, op)
 
 
 def reduce_scatter(
@@ -163,7 +176,7 @@ def reduce_scatter(
     *,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    fp32_reduction: bool = True,
+    grad_reduce: GradReduce = "fp32",
 ) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x`` over the ranks; in the backward the gradients are gathered.
 
@@ -180,7 +193,8 @@ def reduce_scatter(
         check_summable(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
-    return x if name is None else _functions.ReduceScatter.apply(x, dim, split, fp32_reduction, name, op)
+        fp32 = is_fp32(op, grad_reduce)
+    return x if name is None else _functions.ReduceScatter.apply(x, dim, split, fp32, name, op)
 
 
 def all_to_all(

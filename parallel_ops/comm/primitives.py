@@ -116,15 +116,19 @@ def _(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
     return x.new_empty((*x.shape[:dim], sizes[resolve_group(group).rank()], *x.shape[dim + 1 :]))
 
 
+def _way(fp32: bool) -> str:
+    return f"grad_reduce={'fp32' if fp32 else 'backend'!r}"
+
+
 @torch.library.custom_op("parallel_ops::comm_reduce_scatter", mutates_args=())
 @communicates
-def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32: bool, group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
-    same = (*x.shape, dim, *sizes, fp32_reduction)
-    _agree(op, x, process_group, same, f"dim={dim}, sizes={list(sizes)}, fp32_reduction={fp32_reduction}")
+    same = (*x.shape, dim, *sizes, fp32)
+    _agree(op, x, process_group, same, f"dim={dim}, sizes={list(sizes)}, {_way(fp32)}")
     rank = process_group.rank()
     shape = (*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :])
-    if fp32_reduction or len(set(sizes)) > 1:
+    if fp32 or len(set(sizes)) > 1:
         return sum_partials(_partials(op, x, dim, sizes, process_group))
     pieces = x if dim == 0 else torch.cat([p.flatten() for p in x.split(list(sizes), dim=dim)])
     out = x.new_empty(shape)
@@ -134,16 +138,16 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bo
 
 
 @reduce_scatter.register_fake
-def _(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str) -> Tensor:
+def _(x: Tensor, dim: int, sizes: Sequence[int], fp32: bool, group: str, op: str) -> Tensor:
     return x.new_empty((*x.shape[:dim], sizes[resolve_group(group).rank()], *x.shape[dim + 1 :]))
 
 
 @torch.library.custom_op("parallel_ops::comm_all_reduce", mutates_args=())
 @communicates
-def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
+def all_reduce(x: Tensor, fp32: bool, group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
-    _agree(op, x, process_group, (*x.shape, fp32_reduction), f"fp32_reduction={fp32_reduction}")
-    if not fp32_reduction:
+    _agree(op, x, process_group, (*x.shape, fp32), _way(fp32))
+    if not fp32:
         out = x.clone(memory_format=torch.contiguous_format)
         with translate_backend_errors(op, process_group):
             dist.all_reduce(out, group=process_group)
@@ -158,7 +162,7 @@ def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
 
 
 @all_reduce.register_fake
-def _(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
+def _(x: Tensor, fp32: bool, group: str, op: str) -> Tensor:
     return x.new_empty(x.shape)
 
 

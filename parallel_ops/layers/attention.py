@@ -18,11 +18,12 @@ from torch.distributed.tensor import Shard
 
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
-from parallel_ops.layers.linear_base import LinearOptions
+from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import (
     InitFn,
@@ -32,7 +33,7 @@ from parallel_ops.layers.parameters import (
     to_local,
 )
 from parallel_ops.ops import rms_norm, rotary_embedding
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 Angles = tuple[Tensor, Tensor]
 
@@ -43,7 +44,7 @@ class ParallelSelfAttention(AttentionHeads):
     Args:
         hidden_size: width of input and output.
         num_heads: query heads; a multiple of the mesh's size.
-        mesh: the ranks that share the heads; ``None`` for one.
+        tp_mesh: the ranks that share the heads; ``None`` for one.
         num_kv_heads: key and value heads; divides ``num_heads``, and is a multiple or a divisor of the mesh's size.
             ``None`` for ``num_heads``.
         head_dim: size of a head; ``None`` for ``hidden_size / num_heads``.
@@ -59,7 +60,7 @@ class ParallelSelfAttention(AttentionHeads):
         sequence_parallel: shard input and output by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method, output_init_method: fill tiles of ``q``, ``k``, ``v`` and ``sink``, and of ``out``, in place;
             ``None`` for what ``nn.Linear`` does, and zeros of ``sink``.
@@ -75,7 +76,7 @@ class ParallelSelfAttention(AttentionHeads):
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelSelfAttention
-        >>> attention = ParallelSelfAttention(64, 8, num_kv_heads=2, mesh=None)  # mesh=ParallelMesh(tp=2)["tp"]
+        >>> attention = ParallelSelfAttention(64, 8, num_kv_heads=2, tp_mesh=None)  # tp_mesh=ParallelMesh(tp=2)["tp"]
         >>> attention(torch.randn(32, 2, 64)).shape
         torch.Size([32, 2, 64])
     """
@@ -87,7 +88,7 @@ class ParallelSelfAttention(AttentionHeads):
         hidden_size: int,
         num_heads: int,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: bool = False,
@@ -102,7 +103,7 @@ class ParallelSelfAttention(AttentionHeads):
         qkv_bias: bool | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -110,7 +111,7 @@ class ParallelSelfAttention(AttentionHeads):
     ) -> None:
         super().__init__(
             num_heads,
-            mesh,
+            tp_mesh,
             causal=causal,
             window_size=window_size,
             core_attention=core_attention,
@@ -138,8 +139,8 @@ class ParallelSelfAttention(AttentionHeads):
         self.init_method = init_method
         self.sink = empty_parameter((num_heads,), Shard(0), self.mesh, device, dtype) if sink else None
         self.reset_parameters()
-        common = LinearOptions(
-            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+        common = LinearArguments(
+            tp_mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
             device=device, dtype=dtype,
         )  # fmt: skip
         qkv_bias = bias if qkv_bias is None else qkv_bias
@@ -168,7 +169,7 @@ class ParallelSelfAttention(AttentionHeads):
             fill_(self.sink, 0.0)
 
     def _qk_norm(self, width: int, eps: float, device: Any, dtype: torch.dtype | None) -> Norm:
-        return Norm(width, "rms_norm", eps, mesh=self.mesh, device=device, dtype=dtype)
+        return Norm(width, "rms_norm", eps, tp_mesh=self.mesh, device=device, dtype=dtype)
 
     def _split_kv_heads(self, num_kv_heads: int) -> tuple[int, slice | None]:
         """Key heads of this rank, and its rows of the weight if that is whole on every rank."""

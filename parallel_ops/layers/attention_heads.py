@@ -25,14 +25,14 @@ class AttentionHeads(ShardedModule):
     def __init__(
         self,
         num_heads: int,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         *,
         causal: bool,
         window_size: tuple[int, int] | None,
         core_attention: CoreAttention | None,
         attention_dropout: float,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         self._op = type(self).__name__
         if window_size is not None and (not causal or window_size[0] < -1):
             raise ValueError(

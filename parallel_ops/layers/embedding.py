@@ -26,7 +26,7 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings: size of the vocabulary, split as by ``torch.chunk``; every rank must have a row.
         embedding_dim: width.
-        mesh: the ranks that share the table; ``None`` for one.
+        tp_mesh: the ranks that share the table; ``None`` for one.
         sequence_parallel: shard the result by tokens over the mesh.
         init_method: fills tiles of the table in place, each element independently; ``None`` for what
             ``nn.Embedding`` does.
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(ShardedModule):
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import VocabParallelEmbedding
-        >>> embedding = VocabParallelEmbedding(1000, 64, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> embedding = VocabParallelEmbedding(1000, 64, tp_mesh=None)  # ParallelMesh(tp=4)["tp"] under torchrun
         >>> embedding(torch.randint(1000, (16, 2))).shape
         torch.Size([16, 2, 64])
     """
@@ -54,13 +54,13 @@ class VocabParallelEmbedding(ShardedModule):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         sequence_parallel: bool = False,
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel, self.init_method = sequence_parallel and self.ranks > 1, init_method
         part = -(-num_embeddings // self.ranks)

@@ -35,7 +35,7 @@ class Router(ShardedModule):
 
     Args:
         hidden_size: width of a token. num_experts: number of outputs. top_k: experts of each token.
-        mesh: the ranks that have the same router; ``None`` for one.
+        tp_mesh: the ranks that have the same router; ``None`` for one.
         score, top_k_first, normalize, scale, groups, top_groups: see ``parallel_ops.route``.
         selection_bias: has a buffer ``selection_bias`` ``[num_experts]`` fp32, zeros at first, that the choice adds to
             the scores.
@@ -57,7 +57,7 @@ class Router(ShardedModule):
         num_experts: int,
         top_k: int,
         *,
-        mesh: DeviceMesh | None = None,
+        tp_mesh: DeviceMesh | None = None,
         score: Literal["softmax", "sigmoid"] = "softmax",
         top_k_first: bool = False,
         normalize: bool = True,
@@ -71,7 +71,7 @@ class Router(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.sequence_parallel, self.init_method = sequence_parallel, init_method
         self._options: dict[str, Any] = {
@@ -114,7 +114,7 @@ class Experts(ShardedModule):
     Args:
         hidden_size: width of input and output. ffn_hidden_size: width after the activation.
         num_experts: over all ranks.
-        mesh: the ranks that share the experts (``ep``), each with ``num_experts / P`` whole ones; ``None`` for one.
+        ep_mesh: the ranks that share the experts (``ep``), each with ``num_experts / P`` whole ones; ``None`` for one.
         bias: whether the linears have biases.
         swiglu_alpha, swiglu_limit, swiglu_up_offset: ``alpha``, ``limit`` and ``up_offset`` of ``bias_swiglu``.
         copies: the ranks of ``mesh`` have all experts each, and their own tokens: gradients are summed over them.
@@ -139,7 +139,7 @@ class Experts(ShardedModule):
         ffn_hidden_size: int,
         num_experts: int,
         *,
-        mesh: DeviceMesh | None = None,
+        ep_mesh: DeviceMesh | None = None,
         bias: bool = False,
         swiglu_alpha: float = 1.0,
         swiglu_limit: float | None = None,
@@ -150,7 +150,7 @@ class Experts(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(ep_mesh)
         self.copies = copies and self.ranks > 1
         self.num_experts, self.ffn_hidden_size, self.hidden_size = num_experts, ffn_hidden_size, hidden_size
         ensure_divisible("Experts", "num_experts", num_experts, 1 if copies else self.ranks)
@@ -258,7 +258,7 @@ def shard_experts(
     ``mp_policy`` of the layers. ``parallelize`` calls it.
 
         mesh = ParallelMesh(dp_shard=4, ep=2)
-        model = Transformer(config, expert_mesh=mesh["ep"], device="meta")
+        model = Transformer(config, ep_mesh=mesh["ep"], device="meta")
         shard_experts(model, mesh)
         for block in (*model.layers.values(), model):
             fully_shard(block, mesh=mesh["fsdp"])

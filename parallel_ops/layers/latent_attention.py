@@ -19,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from parallel_ops.comm import all_gather, copy_to_group
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
-from parallel_ops.layers.linear_base import LinearOptions
+from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import (
     InitFn,
@@ -35,7 +36,7 @@ from parallel_ops.layers.parameters import (
     uniform,
 )
 from parallel_ops.ops import rotary_embedding
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 # DeepSeek fixes eps=1e-6 for the q and kv latent norms, independent of the model's norm_eps.
 _NORM_EPS = 1e-6
@@ -46,7 +47,7 @@ class ReplicatedLinear(ShardedModule):
 
     Args:
         in_features, out_features: of the weight.
-        mesh: the ranks; ``None`` for one.
+        tp_mesh: the ranks; ``None`` for one.
         sequence_parallel: each rank has its own tokens, so the weight's gradients are summed over the ranks.
         init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
         device, dtype: of the weight; ``None`` for torch's defaults.
@@ -57,13 +58,13 @@ class ReplicatedLinear(ShardedModule):
         in_features: int,
         out_features: int,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         sequence_parallel: bool = False,
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         self.sequence_parallel, self.init_method = sequence_parallel, init_method
         self.weight = empty_parameter((out_features, in_features), Replicate(), self.mesh, device, dtype)
         self.reset_parameters()
@@ -88,11 +89,11 @@ class ParallelLatentAttention(AttentionHeads):
         kv_lora_rank: width of the vector that keys and values are made of.
         qk_nope_head_dim, qk_rope_head_dim: widths of the parts of a query and key head without position, and rotary.
         v_head_dim: width of a value head.
-        mesh: the ranks that share the heads; ``None`` for one.
+        tp_mesh: the ranks that share the heads; ``None`` for one.
         q_lora_rank: the same for queries; ``None`` for one projection.
         scale: of the scores; ``None`` for 1 / sqrt of the width of a query head.
         interleaved: which dimensions of the rotary parts are a pair; see ``rotary_embedding``.
-        window, core_attention, attention_dropout, sequence_parallel, overlap, reduction: see
+        window, core_attention, attention_dropout, sequence_parallel, overlap, grad_reduce: see
             ``ParallelSelfAttention``.
         init_method, output_init_method: fill tiles of the projections, and of ``out``, in place; ``None`` for what
             ``nn.Linear`` does.
@@ -105,7 +106,7 @@ class ParallelLatentAttention(AttentionHeads):
         >>> import torch
         >>> from parallel_ops.layers import ParallelLatentAttention
         >>> attention = ParallelLatentAttention(
-        ...     64, 4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, mesh=None
+        ...     64, 4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, tp_mesh=None
         ... )
         >>> angles = torch.arange(32)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
         >>> attention(torch.randn(32, 2, 64), (angles.cos(), angles.sin())).shape
@@ -121,7 +122,7 @@ class ParallelLatentAttention(AttentionHeads):
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
         v_head_dim: int,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         q_lora_rank: int | None = None,
         scale: float | None = None,
         interleaved: bool = True,
@@ -130,7 +131,7 @@ class ParallelLatentAttention(AttentionHeads):
         attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -138,7 +139,7 @@ class ParallelLatentAttention(AttentionHeads):
     ) -> None:
         super().__init__(
             num_heads,
-            mesh,
+            tp_mesh,
             causal=True,
             window_size=window_size,
             core_attention=core_attention,
@@ -153,10 +154,10 @@ class ParallelLatentAttention(AttentionHeads):
         self.interleaved = interleaved
         self.sequence_parallel = sequence_parallel and self.ranks > 1
         where: dict[str, Any] = {
-            "mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
+            "tp_mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
         }  # fmt: skip
-        options = LinearOptions(
-            mesh=self.mesh, sequence_parallel=self.sequence_parallel, overlap=overlap, reduction=reduction,
+        options = LinearArguments(
+            tp_mesh=self.mesh, sequence_parallel=self.sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
             device=device, dtype=dtype,
         )  # fmt: skip
 

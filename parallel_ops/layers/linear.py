@@ -21,8 +21,9 @@ from parallel_ops._internal.distributed.group_checks import check_sizes
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops._internal.gradients.weight_gradients import Target
 from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear, SummedRows, add_residual
+from parallel_ops.layers.linear_base import LinearArguments, ParallelLinear, SummedRows, add_residual
 from parallel_ops.layers.lora import column_adapters, row_adapter
 from parallel_ops.layers.parameters import (
     InitFn,
@@ -35,7 +36,7 @@ from parallel_ops.tensor_parallel import (
     column_parallel_linear,
     linear_reduce_scatter,
 )
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
 def column_linears(
@@ -68,7 +69,7 @@ def column_linears(
         if first.sequence_parallel:
             x = all_gather(x, first.group, dim=0, sizes=sizes)
         else:
-            x = copy_to_group(x, first.group, fp32_reduction=first.reduction == "exact")
+            x = copy_to_group(x, first.group, grad_reduce=first.grad_reduce)
         quantized = float8_linear(
             x, weights, added, recipe=first.precision, emulated=first.emulated, deferred=first.deferred, targets=targets
         )
@@ -86,7 +87,7 @@ def column_linears(
     options: dict[str, Any] = {
         "group": first.group,
         "overlap": first.overlap,
-        "reduction": first.reduction,
+        "grad_reduce": first.grad_reduce,
         "main_grad": targets if special else None,
         "deferred": first.deferred,
     }
@@ -106,12 +107,12 @@ class ColumnParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features: of the whole layer; ``out_features`` is a multiple of the mesh's size.
-        mesh: the ranks that share the weight; ``None`` for one.
+        tp_mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one.
         sequence_parallel: the input is sharded by tokens over the mesh.
         overlap: how communication overlaps with the products: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        reduction: how the gradient of the input is summed over the ranks: ``"exact"`` (in rank order in fp32) or
+        grad_reduce: how the gradient of the input is summed over the ranks: ``"fp32"`` (in rank order in fp32) or
             ``"backend"`` (by the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         rows: keeps the weight whole on every rank; this rank uses these rows of it (output features), and gradients
             are summed over the ranks. ``None`` shards the weight.
@@ -124,14 +125,14 @@ class ColumnParallelLinear(ParallelLinear):
 
     Raises:
         TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap`` or
-            ``reduction``.
+            ``grad_reduce``.
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
 
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import ColumnParallelLinear
-        >>> linear = ColumnParallelLinear(64, 256, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> linear = ColumnParallelLinear(64, 256, tp_mesh=None)  # tp_mesh=ParallelMesh(tp=4)["tp"] under torchrun
         >>> linear(torch.randn(16, 2, 64)).shape  # 256 / 4 features on each of 4 ranks
         torch.Size([16, 2, 256])
     """
@@ -141,18 +142,18 @@ class ColumnParallelLinear(ParallelLinear):
         in_features: int,
         out_features: int,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         rows: slice | None = None,
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = LinearOptions(
-            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+        options = LinearArguments(
+            tp_mesh=tp_mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
             device=device, dtype=dtype,
         )  # fmt: skip
         placement = Shard(0) if rows is None else Replicate()
@@ -193,12 +194,12 @@ class RowParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features: of the whole layer; ``in_features`` is a multiple of the mesh's size.
-        mesh: the ranks that share the weight; ``None`` for one.
+        tp_mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one. It is whole on every rank and added once.
         sequence_parallel: shard the output by tokens over the mesh.
         overlap: how communication overlaps with the products, with ``sequence_parallel``: ``"auto"`` (on a GPU measured
             at the first calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``linear_reduce_scatter``.
-        reduction: how the output is summed over the ranks, with and without ``sequence_parallel``: ``"exact"`` (in
+        grad_reduce: how the output is summed over the ranks, with and without ``sequence_parallel``: ``"fp32"`` (in
             rank order in fp32) or ``"backend"`` (by the group's reduce-scatter or all-reduce, as Megatron-LM does);
             see ``linear_reduce_scatter``.
         init_method: fills tiles of the weight in place, each element independently; ``None`` for what ``nn.Linear``
@@ -210,14 +211,14 @@ class RowParallelLinear(ParallelLinear):
 
     Raises:
         TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap`` or
-            ``reduction``.
+            ``grad_reduce``.
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
 
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import RowParallelLinear
-        >>> linear = RowParallelLinear(256, 64, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> linear = RowParallelLinear(256, 64, tp_mesh=None)  # tp_mesh=ParallelMesh(tp=4)["tp"] under torchrun
         >>> linear(torch.randn(16, 2, 256)).shape  # 256 / 4 features of the input on each of 4 ranks
         torch.Size([16, 2, 64])
     """
@@ -227,17 +228,17 @@ class RowParallelLinear(ParallelLinear):
         in_features: int,
         out_features: int,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = LinearOptions(
-            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+        options = LinearArguments(
+            tp_mesh=tp_mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
             device=device, dtype=dtype,
         )  # fmt: skip
         super().__init__(in_features, out_features, (Shard(1), Replicate()), bias, init_method, options)
@@ -297,7 +298,7 @@ class RowParallelLinear(ParallelLinear):
                 y = reduce_scatter(self._local_linear(x, weight, None), self.group, dim=0, sizes=sizes)
             else:
                 y = linear_reduce_scatter(
-                    x, weight, bias, group=self.group, overlap=self.overlap, reduction=self.reduction, sizes=sizes,
+                    x, weight, bias, group=self.group, overlap=self.overlap, grad_reduce=self.grad_reduce, sizes=sizes,
                     main_grad=self.weight_gradient(), deferred=self.deferred,
                 )  # fmt: skip
                 bias = None
@@ -308,7 +309,7 @@ class RowParallelLinear(ParallelLinear):
             alone = None if self.ranks > 1 or residual is not None else bias
             y = self._local_linear(x, weight, alone)
             bias = None if alone is not None else bias
-            y = reduce_from_group(y, self.group, fp32_reduction=self.reduction == "exact")
+            y = reduce_from_group(y, self.group, grad_reduce=self.grad_reduce)
         if self.lora is not None:
             y = y + row_adapter(x, self.lora, sequence_parallel=self.sequence_parallel, sizes=sizes).to(y.dtype)
         if residual is not None:

@@ -12,12 +12,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops._internal.gradients.weight_gradients import GradientOf, Target
 from parallel_ops.comm import primitives
+from parallel_ops.comm.collectives import GradReduce, is_fp32
 from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.ops.float8_recipes import Precision
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction, encode, is_exact
+from parallel_ops.tensor_parallel.linear.call import Overlap, encode
 
 
 class SummedRows(GradientOf):
@@ -40,13 +41,13 @@ class SummedRows(GradientOf):
         super().add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
 
 
-class LinearOptions(TypedDict):
+class LinearArguments(TypedDict):
     """Arguments that all linears of a block share."""
 
-    mesh: DeviceMesh | None
+    tp_mesh: DeviceMesh | None
     sequence_parallel: bool
     overlap: Overlap
-    reduction: Reduction
+    grad_reduce: GradReduce
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -79,14 +80,14 @@ class ParallelLinear(ShardedModule):
         placements: tuple[Placement, Placement],
         bias: bool,
         init_method: InitFn | None,
-        options: LinearOptions,
+        options: LinearArguments,
     ) -> None:
-        super().__init__(options["mesh"])
+        super().__init__(options["tp_mesh"])
         encode(type(self).__name__, options["overlap"])
-        is_exact(type(self).__name__, options["reduction"])
+        is_fp32(type(self).__name__, options["grad_reduce"])
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
         self.sequence_parallel = options["sequence_parallel"] and self.ranks > 1
-        self.overlap, self.reduction = options["overlap"], options["reduction"]
+        self.overlap, self.grad_reduce = options["overlap"], options["grad_reduce"]
         where = self.mesh, options["device"], options["dtype"]
         self.weight = empty_parameter((out_features, in_features), placements[0], *where)
         self.bias = empty_parameter((out_features,), placements[1], *where) if bias else None
@@ -110,7 +111,7 @@ class ParallelLinear(ShardedModule):
         whole, own = Replicate(), self._placement
         self.lora = LoraAdapter(
             self.in_features, self.out_features, (own, whole) if own == Shard(1) else (whole, own), rank=rank,
-            alpha=alpha, dropout=dropout, mesh=self.mesh, device=self.weight.device, dtype=self.weight.dtype,
+            alpha=alpha, dropout=dropout, tp_mesh=self.mesh, device=self.weight.device, dtype=self.weight.dtype,
         )  # fmt: skip
 
     @property

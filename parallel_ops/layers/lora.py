@@ -51,11 +51,11 @@ class LoraAdapter(ShardedModule):
         rank: int,
         alpha: float,
         dropout: float = 0.0,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         self.in_features, self.rank, self.scaling, self.dropout = in_features, rank, alpha / rank, dropout
         self.a = empty_parameter((rank, in_features), placements[0], self.mesh, device, dtype)
         self.b = empty_parameter((out_features, rank), placements[1], self.mesh, device, dtype)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
-from parallel_ops.layers.linear_base import LinearOptions
+from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
 
@@ -26,13 +27,13 @@ class ParallelMLP(ShardedModule):
     Args:
         hidden_size: width of input and output.
         ffn_hidden_size: width after the activation; a multiple of the mesh's size. ``None`` for ``4 * hidden_size``.
-        mesh: the ranks that share the weights; ``None`` for one.
+        tp_mesh: the ranks that share the weights; ``None`` for one.
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         bias: whether the linears have biases.
         sequence_parallel: shard input and output by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method, output_init_method: fill tiles of ``up`` and ``gate``, and of ``down``, in place; ``None`` for what
             ``nn.Linear`` does.
@@ -44,7 +45,7 @@ class ParallelMLP(ShardedModule):
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelMLP
-        >>> mlp = ParallelMLP(64, 256, mesh=None, activation="swiglu")  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> mlp = ParallelMLP(64, 256, tp_mesh=None, activation="swiglu")  # ParallelMesh(tp=4)["tp"] under torchrun
         >>> mlp(torch.randn(16, 2, 64)).shape
         torch.Size([16, 2, 64])
     """
@@ -54,23 +55,23 @@ class ParallelMLP(ShardedModule):
         hidden_size: int,
         ffn_hidden_size: int | None = None,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         activation: str = "gelu",
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         if activation not in ACTIVATIONS:
             raise ValueError(f"ParallelMLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.activation, width = activation, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
-        common = LinearOptions(
-            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+        common = LinearArguments(
+            tp_mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
             device=device, dtype=dtype,
         )  # fmt: skip
         self.gate = None

@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from parallel_ops._internal.distributed.compat import in_backward, suspended_modes
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.linear_base import add_residual
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
 class ParallelMoE(ShardedModule):
@@ -34,11 +35,11 @@ class ParallelMoE(ShardedModule):
     Args:
         hidden_size: width of input and output.
         ffn_hidden_size: width of an expert after its activation.
-        num_experts: experts of the layer; a multiple of the ranks of ``expert_mesh``.
+        num_experts: experts of the layer; a multiple of the ranks of ``ep_mesh``.
         top_k: experts of each token.
-        mesh: the tensor-parallel ranks; ``None`` for one. Each sends its own tokens to the experts: without
+        tp_mesh: the tensor-parallel ranks; ``None`` for one. Each sends its own tokens to the experts: without
             ``sequence_parallel``, a part of those that all have, and the results are gathered.
-        expert_mesh: the ranks that share the experts, ``ParallelMesh(ep=...)["ep"]``; ``None`` for one, or where every
+        ep_mesh: the ranks that share the experts, ``ParallelMesh(ep=...)["ep"]``; ``None`` for one, or where every
             rank has all experts.
         shared_experts: width of the MLP that every token uses, in experts.
         router_bias: the router's logits have a bias. bias: the linears of the experts have biases, those of the shared
@@ -46,12 +47,12 @@ class ParallelMoE(ShardedModule):
         swiglu_alpha, swiglu_limit, swiglu_up_offset: see ``Experts``; the shared MLP has plain SwiGLU.
         capacity_factor: rows of an expert at most, relative to equal loads; further tokens are dropped.
             ``None`` for no limit.
-        context: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
+        cp_group: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
         sequence_parallel: input and output are sharded by tokens over ``mesh``.
         overlap: of the shared MLP's linears; see ``ParallelMLP``. A number is also that of the groups of this rank's
             experts whose products hide each other's messages (the next smaller divisor of its experts). Otherwise they
             are one group, whose messages the shared MLP alone hides.
-        reduction: of the shared MLP's linears; see ``ParallelMLP``. Experts and router always have the exact sum.
+        grad_reduce: of the shared MLP's linears; see ``ParallelMLP``. Experts and router always have the exact sum.
         init_method, output_init_method: fill tiles of ``gate`` and ``up``, of the router too, and of ``down``, in
             place; ``None`` for what ``nn.Linear`` does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -67,7 +68,7 @@ class ParallelMoE(ShardedModule):
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelMoE
-        >>> experts = ParallelMoE(64, 128, num_experts=8, top_k=2, mesh=None)
+        >>> experts = ParallelMoE(64, 128, num_experts=8, top_k=2, tp_mesh=None)
         >>> y = experts(torch.randn(16, 2, 64))
         >>> y.shape
         torch.Size([16, 2, 64])
@@ -83,8 +84,8 @@ class ParallelMoE(ShardedModule):
         num_experts: int,
         top_k: int,
         *,
-        mesh: DeviceMesh | None,
-        expert_mesh: DeviceMesh | None = None,
+        tp_mesh: DeviceMesh | None,
+        ep_mesh: DeviceMesh | None = None,
         shared_experts: int = 0,
         router_bias: bool = False,
         bias: bool = False,
@@ -92,27 +93,27 @@ class ParallelMoE(ShardedModule):
         swiglu_limit: float | None = None,
         swiglu_up_offset: float = 0.0,
         capacity_factor: float | None = None,
-        context: ProcessGroup | None = None,
+        cp_group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **routing: Any,
     ) -> None:
-        super().__init__(mesh)
-        expert_mesh = check_mesh("ParallelMoE", expert_mesh)
+        super().__init__(tp_mesh)
+        ep_mesh = check_mesh("ParallelMoE", ep_mesh)
         self.sequence_parallel, self.capacity_factor = sequence_parallel and self.ranks > 1, capacity_factor
-        self.context, self.overlap = context, overlap
-        self.expert_group = None if expert_mesh is None else expert_mesh.get_group()
+        self.cp_group, self.overlap = cp_group, overlap
+        self.expert_group = None if ep_mesh is None else ep_mesh.get_group()
         where: dict[str, Any] = {"init_method": init_method, "device": device, "dtype": dtype}
         self.router = Router(
             hidden_size,
             num_experts,
             top_k,
-            mesh=self.mesh,
+            tp_mesh=self.mesh,
             bias=router_bias,
             sequence_parallel=self.ranks > 1,
             **where,
@@ -120,15 +121,15 @@ class ParallelMoE(ShardedModule):
         )
         where["output_init_method"] = output_init_method
         self.experts = Experts(
-            hidden_size, ffn_hidden_size, num_experts, mesh=self.mesh if expert_mesh is None else expert_mesh,
+            hidden_size, ffn_hidden_size, num_experts, ep_mesh=self.mesh if ep_mesh is None else ep_mesh,
             bias=bias, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit, swiglu_up_offset=swiglu_up_offset,
-            copies=expert_mesh is None, **where,
+            copies=ep_mesh is None, **where,
         )  # fmt: skip
         self.shared = None
         if shared_experts:
             self.shared = ParallelMLP(
-                hidden_size, shared_experts * ffn_hidden_size, mesh=self.mesh, activation="swiglu", bias=False,
-                sequence_parallel=self.sequence_parallel, overlap=overlap, reduction=reduction, **where,
+                hidden_size, shared_experts * ffn_hidden_size, tp_mesh=self.mesh, activation="swiglu", bias=False,
+                sequence_parallel=self.sequence_parallel, overlap=overlap, grad_reduce=grad_reduce, **where,
             )  # fmt: skip
         self.reset_counts()
 
@@ -216,7 +217,7 @@ class ParallelMoE(ShardedModule):
 
     def _load_of_all(self, load: Tensor) -> Tensor:
         """The load over all ranks that share the micro-batch."""
-        return reduce_from_group(reduce_from_group(load, self.group), self.context)
+        return reduce_from_group(reduce_from_group(load, self.group), self.cp_group)
 
     @torch.no_grad()
     def _count(self, load: Tensor, capacity: int | None) -> None:

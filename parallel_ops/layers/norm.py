@@ -15,7 +15,7 @@ class Norm(ShardedModule):
     Args:
         hidden_size: the last dimension.
         kind: ``"layer_norm"`` or ``"rms_norm"`` (which has no bias). eps: added to the variance or the mean square.
-        mesh: the ranks; ``None`` for one.
+        tp_mesh: the ranks; ``None`` for one.
         sequence_parallel: each rank norms its own tokens, so the gradients are summed over the ranks, weight and bias
             in one message.
 
@@ -38,12 +38,12 @@ class Norm(ShardedModule):
         kind: str = "layer_norm",
         eps: float = 1e-5,
         *,
-        mesh: DeviceMesh | None = None,
+        tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         if kind not in ("layer_norm", "rms_norm"):
             raise ValueError(f"Norm: kind must be 'layer_norm' or 'rms_norm', got {kind!r}")
         self.eps, self.sequence_parallel = eps, sequence_parallel

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
 from parallel_ops.layers.checks import check_input, propagates_errors
@@ -28,7 +29,7 @@ from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn, ShardedModule
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
 class ParallelTransformerLayer(ShardedModule):
@@ -41,7 +42,7 @@ class ParallelTransformerLayer(ShardedModule):
         attention: in the place of ``ParallelSelfAttention``, such as ``ParallelLatentAttention`` over the same mesh.
         ffn_hidden_size, activation: see ``ParallelMLP``. mlp: in its place, such as a ``ParallelMoE`` over the same
             mesh.
-        mesh: the ranks that share the weights; ``None`` for one.
+        tp_mesh: the ranks that share the weights; ``None`` for one.
         norm: ``"layer_norm"`` or ``"rms_norm"``. norm_eps: added to the variance or the mean square.
         dropout: probability, on both projections into the residual stream.
         bias: whether the linears have biases. attention_bias: the same for those of attention, ``None`` for ``bias``.
@@ -49,7 +50,7 @@ class ParallelTransformerLayer(ShardedModule):
         sequence_parallel: shard the residual stream by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method: fills tiles of the weights in place; ``None`` for what ``nn.Linear`` does.
         output_init_method: the same for the two projections into the residual stream.
@@ -61,7 +62,7 @@ class ParallelTransformerLayer(ShardedModule):
     Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelTransformerLayer
-        >>> layer = ParallelTransformerLayer(64, 8, mesh=None, activation="swiglu", norm="rms_norm", bias=False)
+        >>> layer = ParallelTransformerLayer(64, 8, tp_mesh=None, activation="swiglu", norm="rms_norm", bias=False)
         >>> layer(torch.randn(32, 2, 64)).shape
         torch.Size([32, 2, 64])
     """
@@ -71,7 +72,7 @@ class ParallelTransformerLayer(ShardedModule):
         hidden_size: int,
         num_heads: int,
         *,
-        mesh: DeviceMesh | None,
+        tp_mesh: DeviceMesh | None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         ffn_hidden_size: int | None = None,
@@ -92,19 +93,19 @@ class ParallelTransformerLayer(ShardedModule):
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
+        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(tp_mesh)
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"ParallelTransformerLayer: dropout must be from 0 to 1, got {dropout}")
         self.dropout, sequence_parallel = dropout, sequence_parallel and self.ranks > 1
-        where = {"mesh": self.mesh, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        where = {"tp_mesh": self.mesh, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         linear = {
-            "overlap": overlap, "reduction": reduction, "bias": bias, "init_method": init_method,
+            "overlap": overlap, "grad_reduce": grad_reduce, "bias": bias, "init_method": init_method,
             "output_init_method": output_init_method,
         }  # fmt: skip
         self.norm_attention = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]

@@ -30,10 +30,10 @@ def check_inputs(
     targets: Tensor | None,
     positions: Tensor | None,
     stage: int | None,
-    stream: Tensor | None,
+    hidden_states: Tensor | None,
 ) -> None:
     """Raises ValueError unless the arguments of ``Transformer.forward`` fit the model and each other."""
-    _check_stage(model, tokens, stage, stream)
+    _check_stage(model, tokens, stage, hidden_states)
     if model.tokens is None and stage is None:
         return
     shape, longest = list(tokens.shape), model.config.seq_length
@@ -52,17 +52,21 @@ def check_inputs(
         raise ValueError(f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}")
 
 
-def _check_stage(model: Model, tokens: Tensor, stage: int | None, stream: Tensor | None) -> None:
+def _check_stage(model: Model, tokens: Tensor, stage: int | None, hidden_states: Tensor | None) -> None:
     if model.stages is None:
-        if stage is not None or stream is not None:
-            raise ValueError("Transformer: stage and stream must be None for a model without stages")
+        if stage is not None or hidden_states is not None:
+            raise ValueError("Transformer: stage and hidden_states must be None for a model without stages")
         return
     if stage not in (own := model.stages.on(model.pp_rank)):
         raise ValueError(
             f"Transformer: stage must be one of {own}, those of pipeline rank {model.pp_rank}, got {stage}"
         )
-    if (stream is None) != (stage == 0):
-        raise ValueError(f"Transformer: stream must be None for stage 0 alone, got stage {stage}")
-    if stream is not None and tokens.dim() == 2 and tuple(stream.shape) != model.stream_shape(*tokens.shape):
+    if (hidden_states is None) != (stage == 0):
+        raise ValueError(f"Transformer: hidden_states must be None for stage 0 alone, got stage {stage}")
+    if (
+        hidden_states is not None
+        and tokens.dim() == 2
+        and tuple(hidden_states.shape) != model.stream_shape(*tokens.shape)
+    ):
         expected = list(model.stream_shape(*tokens.shape))
-        raise ValueError(f"Transformer: stream must have shape {expected}, got {list(stream.shape)}")
+        raise ValueError(f"Transformer: hidden_states must have shape {expected}, got {list(hidden_states.shape)}")

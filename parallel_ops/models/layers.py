@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.rotary_scaling import YarnScaling
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 # Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.
 _OF_THE_MODEL = ("dense_layers", "balance_rate", "aux_loss", "z_loss", "aux_loss_over")
@@ -22,18 +23,18 @@ _OF_THE_MODEL = ("dense_layers", "balance_rate", "aux_loss", "z_loss", "aux_loss
 
 def layer_of(
     config: TransformerConfig, number: int, *, core_attention: CoreAttention | None, overlap: Overlap,
-    reduction: Reduction, expert_mesh: DeviceMesh | None, context: ProcessGroup | None, **common: Any,
+    grad_reduce: GradReduce, ep_mesh: DeviceMesh | None, cp_group: ProcessGroup | None, **common: Any,
 ) -> ParallelTransformerLayer:  # fmt: skip
     """Layer ``number`` of a model, counted from 0.
 
     Args:
-        expert_mesh: see ``ParallelMoE``. context: the ranks that share each sequence.
-        common: mesh, ``sequence_parallel``, device and dtype.
+        ep_mesh: see ``ParallelMoE``. cp_group: the ranks that share each sequence.
+        common: ``tp_mesh``, ``sequence_parallel``, device and dtype.
     """
     # Smaller for projections into the residual stream, so that its sum keeps its scale (GPT-2).
     init: dict[str, Any] = {
         "overlap": overlap,
-        "reduction": reduction,
+        "grad_reduce": grad_reduce,
         "init_method": normal(config.init_std),
         "output_init_method": normal(config.init_std / math.sqrt(2 * config.num_layers)),
     }
@@ -50,7 +51,7 @@ def layer_of(
     if config.experts is not None and config.has_experts(number):
         given = dataclasses.asdict(config.experts)
         options = {name: value for name, value in given.items() if name not in _OF_THE_MODEL}
-        mlp = ParallelMoE(config.hidden_size, **options, expert_mesh=expert_mesh, context=context, **init, **common)
+        mlp = ParallelMoE(config.hidden_size, **options, ep_mesh=ep_mesh, cp_group=cp_group, **init, **common)
     return ParallelTransformerLayer(
         config.hidden_size,
         config.num_heads,

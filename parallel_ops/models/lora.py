@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) of a ``Transformer``: which linears have one, and their files.
 
-    model = Transformer(config, mesh=mesh, device="meta")
+    model = Transformer(config, tp_mesh=mesh, device="meta")
     add_adapters(model, Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj")))
     ...                                                 # parallelize, to_empty
     model.load_pretrained(folder)

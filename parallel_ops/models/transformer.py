@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.dropout import seed_generators
 from parallel_ops.comm import copy_to_group, gather_from_group
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers import Norm, VocabParallelEmbedding
@@ -40,7 +41,7 @@ from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.loads import ModelLoads, Place
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
-from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
 class Transformer(PretrainedModel):
@@ -48,20 +49,20 @@ class Transformer(PretrainedModel):
 
     Args:
         config: sizes and options of the model.
-        mesh: the tensor-parallel ranks, a ``DeviceMesh`` of one dimension; ``None`` for one rank.
+        tp_mesh: the tensor-parallel ranks, a ``DeviceMesh`` of one dimension; ``None`` for one rank.
         sequence_parallel: shard the residual stream by tokens; ``s`` must be a multiple of the number of ranks.
         overlap: how the linears overlap communication: ``"auto"``, ``"off"``, ``"symmetric"`` or a number of chunks, as
             explained in ``all_gather_linear``.
-        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does), as explained there. Embeddings, norms,
             experts and the loss always have the exact sum.
-        context: the context-parallel ranks, which share each sequence: a ``DeviceMesh`` of one dimension
+        cp_mesh: the context-parallel ranks, which share each sequence: a ``DeviceMesh`` of one dimension
             (``mesh["cp"]``); ``None`` for one.
         cp_layout, algorithm: how ``context`` splits the sequence, and how its ranks exchange keys and values; see
             ``ring_attention``.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
             ``context``.
-        expert_mesh: the ranks that share the experts (``mesh["ep"]``); ``None`` for one, or where each has them all.
+        ep_mesh: the ranks that share the experts (``mesh["ep"]``); ``None`` for one, or where each has them all.
             ``fully_shard`` of a layer shards them too; see ``parallel_ops.train.shard_experts``.
         stages, pp_rank: the pipeline stages of the model, and the pipeline rank whose stages this module has;
             ``None`` for the whole model. Layers and tables keep the names that they have in the whole model.
@@ -83,13 +84,13 @@ class Transformer(PretrainedModel):
     with the loss.
 
     Raises:
-        ValueError: sizes that do not fit the mesh, ``core_attention`` together with ``context``.
+        ValueError: sizes that do not fit the mesh, ``core_attention`` together with ``cp_mesh``.
 
     Examples:
         >>> import torch
         >>> from parallel_ops.models import Transformer, TransformerConfig
         >>> config = TransformerConfig(vocab_size=97, seq_length=32, num_layers=2, hidden_size=64, num_heads=4)
-        >>> model = Transformer(config)  # mesh=ParallelMesh(tp=2)["tp"] under torchrun
+        >>> model = Transformer(config)  # tp_mesh=ParallelMesh(tp=2)["tp"] under torchrun
         >>> text = torch.randint(97, (33, 2))  # [s, b]
         >>> model(text[:-1], text[1:]).shape  # the loss
         torch.Size([])
@@ -99,33 +100,33 @@ class Transformer(PretrainedModel):
         self,
         config: TransformerConfig,
         *,
-        mesh: DeviceMesh | None = None,
+        tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        reduction: Reduction = "exact",
-        context: DeviceMesh | None = None,
+        grad_reduce: GradReduce = "fp32",
+        cp_mesh: DeviceMesh | None = None,
         cp_layout: Layout = "zigzag",
         algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,
-        expert_mesh: DeviceMesh | None = None,
+        ep_mesh: DeviceMesh | None = None,
         stages: Stages | None = None,
         pp_rank: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config, mesh)
+        super().__init__(config, tp_mesh)
         if stages is not None and sum(stages.sizes) != config.num_layers:
             raise ValueError(
                 f"Transformer: stages must have num_layers ({config.num_layers}) layers in all, got {sum(stages.sizes)}"
             )
         self.stages, self.pp_rank = stages, pp_rank
-        self.context = Context("Transformer", context, cp_layout, algorithm)
+        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm)
         if core_attention is not None and self.context.ranks > 1:
-            raise ValueError("Transformer: core_attention must be None with context, which uses ring_attention")
+            raise ValueError("Transformer: core_attention must be None with cp_mesh, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
-        self.overlap, self.reduction = overlap, reduction
+        self.overlap, self.grad_reduce = overlap, grad_reduce
         self.sequence_parallel = sequence_parallel and self.ranks > 1
-        self.expert_mesh = expert_mesh
+        self.ep_mesh = ep_mesh
         self.lora: Lora | None = None
         with torch.random.fork_rng(devices=[]):  # on the meta device each parameter still takes a seed
             self._build(dtype)
@@ -142,7 +143,7 @@ class Transformer(PretrainedModel):
     def _build(self, dtype: torch.dtype | None) -> None:
         config = self.config
         # On the meta device, so that weights are initialised once, and not before a checkpoint replaces them.
-        common: dict[str, Any] = {"mesh": self.mesh, "device": "meta", "dtype": dtype}
+        common: dict[str, Any] = {"tp_mesh": self.mesh, "device": "meta", "dtype": dtype}
         common["sequence_parallel"] = self.sequence_parallel
 
         def table(rows: int) -> VocabParallelEmbedding:
@@ -156,8 +157,8 @@ class Transformer(PretrainedModel):
         self.layers = nn.ModuleDict(
             {
                 str(number): layer_of(
-                    config, number, core_attention=self._core_attention, overlap=self.overlap, reduction=self.reduction,
-                    expert_mesh=self.expert_mesh, context=self.context.group, **common,
+                    config, number, core_attention=self._core_attention, overlap=self.overlap,
+                    grad_reduce=self.grad_reduce, ep_mesh=self.ep_mesh, cp_group=self.context.group, **common,
                 )
                 for number in range(config.num_layers)
                 if number in held
@@ -230,7 +231,7 @@ class Transformer(PretrainedModel):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         stage: int | None = None,
-        stream: Tensor | None = None,
+        hidden_states: Tensor | None = None,
         dropout_seed: int | None = None,
         aux_scale: Tensor | float | None = None,
         aux_loads: Place | None = None,
@@ -246,7 +247,7 @@ class Transformer(PretrainedModel):
                 No token attends to another document. Positions do not restart.
             stage: of a model with ``stages``, the one to compute; every stage is called with the same ``tokens``,
                 ``targets``, ``positions`` and ``cu_seqlens``.
-            stream: what the stage before returned, of ``stream_shape``; ``None`` for the first.
+            hidden_states: what the stage before returned, of ``stream_shape``; ``None`` for the first.
             dropout_seed: seeds torch's default generators for the embeddings and for each layer, so that masks depend
                 on this number and the layer alone; ``None`` leaves the generators as they are.
             aux_scale: factor of the gradients of the experts' auxiliary losses, which are then not in the result;
@@ -266,7 +267,7 @@ class Transformer(PretrainedModel):
 
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.
         """
-        check_inputs(self, tokens, targets, positions, stage, stream)
+        check_inputs(self, tokens, targets, positions, stage, hidden_states)
         count = None if targets is None or self.context.ranks == 1 else (targets != IGNORE_INDEX).sum()
         whole = self.tokens is not None or stage is not None
         place = self.context.place(tokens.shape[0], whole=whole, device=tokens.device)
@@ -275,8 +276,8 @@ class Transformer(PretrainedModel):
         positions = place.shard(positions) if positions is not None else row_positions
         if whole:
             tokens, targets = place.shard(tokens), None if targets is None else place.shard(targets)
-        x = tokens if stream is None else stream
-        if self.tokens is not None and stream is None:
+        x = tokens if hidden_states is None else hidden_states
+        if self.tokens is not None and hidden_states is None:
             self._seed(dropout_seed, "embeddings", tokens.device)
             x = self._embed(self.tokens, tokens, positions, row_positions)
         angles = None
@@ -350,7 +351,7 @@ class Transformer(PretrainedModel):
             # "auto" may measure, which needs weights of the same shape on every rank.
             uneven = self.overlap == "auto" and len(set(head.sizes)) > 1
             overlap: Overlap = "off" if uneven else self.overlap
-            logits = all_gather_linear(x, weight, group=self.group, overlap=overlap, reduction=self.reduction)
+            logits = all_gather_linear(x, weight, group=self.group, overlap=overlap, grad_reduce=self.grad_reduce)
         else:
-            logits = F.linear(copy_to_group(x, self.group, fp32_reduction=self.reduction == "exact"), weight)
+            logits = F.linear(copy_to_group(x, self.group, grad_reduce=self.grad_reduce), weight)
         return gather_from_group(logits, self.group, dim=-1, sizes=head.sizes)

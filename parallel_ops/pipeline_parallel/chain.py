@@ -101,21 +101,22 @@ class ModuleChain(nn.Module):
         return tuple(self._shape(s, b))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, stage: int | None = None, stream: Tensor | None = None,
+        self, tokens: Tensor, targets: Tensor | None = None, *, stage: int | None = None,
+        hidden_states: Tensor | None = None,
         **options: Any,
     ) -> Tensor:  # fmt: skip
         """The loss, or what a stage that is not the last returns; without targets the result of the last module.
 
         Args:
             tokens, targets: Of the whole micro-batch, on every stage. stage: The one to compute; ``None`` for all.
-            stream: What the stage before returned; ``None`` for the first.
+            hidden_states: What the stage before returned; ``None`` for the first.
 
         Raises:
             ValueError: Further arguments, such as documents, which a chain does not have.
         """
         if given := [name for name, value in options.items() if value is not None]:
             raise ValueError(f"ModuleChain: a chain of modules takes tokens and targets alone, got {', '.join(given)}")
-        x = tokens if stream is None else stream
+        x = tokens if hidden_states is None else hidden_states
         for name in self._of(stage):
             x = self.get_submodule(name)(x)
         last = self.stages is None or stage is None or stage == self.stages.count - 1

@@ -52,7 +52,13 @@ class StagedModel(Protocol):
     def stream_shape(self, s: int, b: int) -> tuple[int, ...]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def __call__(
-        self, tokens: Tensor, targets: Tensor | None = None, *, stage: int | None, stream: Tensor | None, **options: Any
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        stage: int | None,
+        hidden_states: Tensor | None,
+        **options: Any,
     ) -> Tensor: ...
 
 
@@ -193,10 +199,10 @@ class Pipeline:
     def _forward(self, inputs: Sequence[Mapping[str, Any]], around: Callable[[], Any] | None) -> Forward:
         loads = self._loads if torch.is_grad_enabled() else None
 
-        def forward(stage: int, micro_batch: int, stream: Tensor | None) -> Tensor:
+        def forward(stage: int, micro_batch: int, hidden_states: Tensor | None) -> Tensor:
             with contextlib.nullcontext() if around is None else around():
                 more: dict[str, Any] = {} if loads is None else {"aux_loads": loads.place(stage, micro_batch)}
-                return self.model(**inputs[micro_batch], stage=stage, stream=stream, **more)
+                return self.model(**inputs[micro_batch], stage=stage, hidden_states=hidden_states, **more)
 
         return forward
 

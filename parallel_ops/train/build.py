@@ -13,7 +13,6 @@ from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_recipes import device_problem
-from parallel_ops.tensor_parallel.linear.call import Reduction
 from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
@@ -136,8 +135,9 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
     folder = settings.model.dir
     if folder is not None:
         Transformer.check_pretrained(folder, settings.config)
-    reduction: Reduction = "exact" if settings.model.grad_reduce == "fp32" else "backend"
-    empty = Transformer(settings.config, overlap=settings.model.overlap, reduction=reduction, device="meta")
+    empty = Transformer(
+        settings.config, overlap=settings.model.overlap, grad_reduce=settings.model.grad_reduce, device="meta"
+    )
     if lora is not None:
         add_adapters(empty, lora.options)
     if settings.model.freeze or settings.optimizer.groups:

@@ -180,8 +180,8 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     dtype = next(model.parameters()).dtype
     stages = cut(model.config.num_layers, plan) if plan.pp > 1 else None
     built = Transformer(
-        model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
-        reduction=model.reduction, context=mesh["cp"], cp_layout=cp_layout, algorithm=algorithm, expert_mesh=mesh["ep"],
+        model.config, tp_mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
+        grad_reduce=model.grad_reduce, cp_mesh=mesh["cp"], cp_layout=cp_layout, algorithm=algorithm, ep_mesh=mesh["ep"],
         stages=stages, pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
     if model.lora is not None:

@@ -28,7 +28,7 @@ cases = st.fixed_dictionaries(
         "uneven": st.booleans(),
         "negative": st.booleans(),
         "dtype": st.sampled_from(DTYPES),
-        "fp32_reduction": st.booleans(),
+        "grad_reduce": st.sampled_from(["fp32", "backend"]),
         "seed": st.integers(0, 100),
     }
 )
@@ -55,7 +55,7 @@ def test_all_gather_and_its_gradient(size, case):
     shards = [integers(shape_with(shape, dim, n), r, case["dtype"]) for r, n in enumerate(sizes)]
     grads = [integers(shape_with(shape, dim, sum(sizes)), 10 + r, case["dtype"]) for r in range(size)]
     whole, reduced = torch.cat(shards, dim), sum(grads).split(sizes, dim)
-    options = {**options, "fp32_reduction": case["fp32_reduction"]}
+    options = {**options, "grad_reduce": case["grad_reduce"]}
     for rank, (out, grad) in enumerate(ranks(size).run(collectives.call, "all_gather", shards, grads, options)):
         assert torch.equal(out, whole)
         assert torch.equal(grad, reduced[rank])
@@ -69,7 +69,7 @@ def test_reduce_scatter_and_its_gradient(size, case):
     wholes = [integers(shape_with(shape, dim, sum(sizes)), r, case["dtype"]) for r in range(size)]
     grads = [integers(shape_with(shape, dim, n), 10 + r, case["dtype"]) for r, n in enumerate(sizes)]
     reduced, gathered = sum(wholes).split(sizes, dim), torch.cat(grads, dim)
-    options = {**options, "fp32_reduction": case["fp32_reduction"]}
+    options = {**options, "grad_reduce": case["grad_reduce"]}
     for rank, (out, grad) in enumerate(ranks(size).run(collectives.call, "reduce_scatter", wholes, grads, options)):
         assert torch.equal(out, reduced[rank])
         assert torch.equal(grad, gathered)
@@ -93,9 +93,9 @@ def test_scatter_and_gather(size, case):
 
 @groups
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (130, 257)])  # the last is large enough to be sent in shards
-@pytest.mark.parametrize("fp32_reduction", [True, False])
-def test_copy_and_reduce(size, shape, fp32_reduction):
-    options = {"fp32_reduction": fp32_reduction}
+@pytest.mark.parametrize("grad_reduce", ["fp32", "backend"])
+def test_copy_and_reduce(size, shape, grad_reduce):
+    options = {"grad_reduce": grad_reduce}
     xs, grads = ([integers(shape, seed + r, torch.float64) for r in range(size)] for seed in (0, 10))
     for out, grad in ranks(size).run(collectives.call, "copy_to_group", [xs[0]] * size, grads, options):
         assert torch.equal(out, xs[0])

@@ -36,7 +36,7 @@ def test_shapes_that_disagree_are_named_on_every_rank():
         ("gather_from_group", [(1,), (3,)], None),
         ("all_gather", [(1,), (3,)], [{"sizes": (1, 3)}, {"sizes": (2, 3)}]),
         ("all_to_all", [(4, 2), (4, 4)], [{"split_dim": 1}] * 2),
-        ("reduce_from_group", [(4,), (4,)], [{}, {"fp32_reduction": False}]),
+        ("reduce_from_group", [(4,), (4,)], [{}, {"grad_reduce": "backend"}]),
     ],
 )
 def test_other_disagreements(op, shapes, options):

@@ -55,7 +55,7 @@ def test_training_is_megatrons(name):
 
 @pytest.mark.parametrize("name", ["sequence parallel", "gradients in bfloat16", "llama"])
 def test_training_by_the_backends_sums_is_megatrons(name):
-    cases = [Case("stock", **CASES[name]), Case("spec", reduction="backend", **CASES[name])]
+    cases = [Case("stock", **CASES[name]), Case("spec", grad_reduce="backend", **CASES[name])]
     close = 5e-3 if CASES[name].get("dtype") else 2e-6
     (losses, norms), ours = ranks(2).run(trained.train, *cases)[-1]
     assert ours[0] == pytest.approx(losses, rel=close)
@@ -66,8 +66,8 @@ def test_unknown_reductions_of_a_spec_are_named():
     from parallel_ops.integrations import megatron
 
     for build in (megatron.ParallelOpsSpecProvider, megatron.gpt_layer_spec):
-        with pytest.raises(ValueError, match="reduction must be 'exact' or 'backend', got 'fp32'"):
-            build(reduction="fp32")
+        with pytest.raises(ValueError, match="grad_reduce must be 'fp32' or 'backend', got 'exact'"):
+            build(grad_reduce="exact")
 
 
 def test_deferred_embedding_gradients():

@@ -50,7 +50,7 @@ class Model(nn.Module):
 
     def __init__(self, kind: str, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self.options: dict[str, Any] = {"mesh": mesh, "sequence_parallel": True}
+        self.options: dict[str, Any] = {"tp_mesh": mesh, "sequence_parallel": True}
         self.tokens = VocabParallelEmbedding(VOCAB, HIDDEN, **self.options)
         self.layers = nn.ModuleList(
             ParallelTransformerLayer(HIDDEN, 4, **MODELS[kind], **self.options) for _ in range(2)

@@ -44,20 +44,20 @@ def bad_token(rank: int) -> Tensor:
 def too_many_ranks(rank: int, kind: str) -> nn.Module:
     """A module that the four ranks cannot share, or not by this mesh."""
     made = {
-        "kv_heads": lambda: layers.ParallelSelfAttention(24, 12, num_kv_heads=3, mesh=tp_mesh()),
-        "heads": lambda: layers.ParallelSelfAttention(12, 6, mesh=tp_mesh()),
-        "embedding": lambda: layers.VocabParallelEmbedding(5, 4, mesh=tp_mesh()),
-        "column": lambda: layers.ColumnParallelLinear(4, 6, mesh=tp_mesh()),
-        "row": lambda: layers.RowParallelLinear(6, 4, mesh=tp_mesh()),
-        "mesh": lambda: layers.RowParallelLinear(6, 4, mesh=mesh_of(dp_shard=2, tp=2).root),
-        "group": lambda: layers.RowParallelLinear(6, 4, mesh=dist.group.WORLD),
+        "kv_heads": lambda: layers.ParallelSelfAttention(24, 12, num_kv_heads=3, tp_mesh=tp_mesh()),
+        "heads": lambda: layers.ParallelSelfAttention(12, 6, tp_mesh=tp_mesh()),
+        "embedding": lambda: layers.VocabParallelEmbedding(5, 4, tp_mesh=tp_mesh()),
+        "column": lambda: layers.ColumnParallelLinear(4, 6, tp_mesh=tp_mesh()),
+        "row": lambda: layers.RowParallelLinear(6, 4, tp_mesh=tp_mesh()),
+        "mesh": lambda: layers.RowParallelLinear(6, 4, tp_mesh=mesh_of(dp_shard=2, tp=2).root),
+        "group": lambda: layers.RowParallelLinear(6, 4, tp_mesh=dist.group.WORLD),
     }
     return made[kind]()
 
 
 def embeds_nan(rank: int) -> tuple[Tensor, Tensor]:
     """Which outputs are NaN when the first row of every rank's part is, and which may be."""
-    layer = layers.VocabParallelEmbedding(10, 4, mesh=tp_mesh())
+    layer = layers.VocabParallelEmbedding(10, 4, tp_mesh=tp_mesh())
     with torch.no_grad():
         local(layer.weight)[0] = torch.nan
     tokens = torch.arange(10)[:, None]
@@ -68,7 +68,7 @@ def drawing_peak(rank: int) -> tuple[int, int]:
     """Bytes of this rank's part of a weight, and the most that tensors made while it was drawn held at once."""
     live = LiveBytes()
     with live:
-        layer = layers.RowParallelLinear(2048, 512, mesh=tp_mesh(), bias=False)
+        layer = layers.RowParallelLinear(2048, 512, tp_mesh=tp_mesh(), bias=False)
     return local(layer.weight).nbytes, live.peak
 
 
@@ -96,7 +96,9 @@ def from_meta(rank: int) -> list[dict[str, Tensor]]:
     states = []
     for device in ("cpu", "meta"):
         torch.manual_seed(3)
-        module = layers.ParallelTransformerLayer(HIDDEN, HEADS, mesh=tp_mesh(), sequence_parallel=True, device=device)
+        module = layers.ParallelTransformerLayer(
+            HIDDEN, HEADS, tp_mesh=tp_mesh(), sequence_parallel=True, device=device
+        )
         if device == "meta":
             assert all(local(p).is_meta for p in module.parameters())
             module.to_empty(device="cpu")
@@ -148,9 +150,9 @@ def test_one_seed_gives_one_model(kind):
 def test_weights_have_the_spread_that_torch_gives_them():
     torch.manual_seed(2)
     for ours, theirs in (
-        (layers.ColumnParallelLinear(300, 200, mesh=None), nn.Linear(300, 200)),
-        (layers.RowParallelLinear(300, 200, mesh=None), nn.Linear(300, 200)),
-        (layers.VocabParallelEmbedding(200, 300, mesh=None), nn.Embedding(200, 300)),
+        (layers.ColumnParallelLinear(300, 200, tp_mesh=None), nn.Linear(300, 200)),
+        (layers.RowParallelLinear(300, 200, tp_mesh=None), nn.Linear(300, 200)),
+        (layers.VocabParallelEmbedding(200, 300, tp_mesh=None), nn.Embedding(200, 300)),
     ):
         for name, value in theirs.state_dict().items():
             drawn = ours.state_dict()[name]
@@ -173,14 +175,14 @@ def test_a_model_made_on_the_meta_device_is_the_same():
 def test_attention_without_causality_sees_the_mask():
     torch.manual_seed(0)
     masked = {"causal": False, "core_attention": core_attention.unfused}
-    attention = layers.ParallelSelfAttention(8, 2, mesh=None, **masked).double()
-    causal = layers.ParallelSelfAttention(8, 2, mesh=None).double()
+    attention = layers.ParallelSelfAttention(8, 2, tp_mesh=None, **masked).double()
+    causal = layers.ParallelSelfAttention(8, 2, tp_mesh=None).double()
     causal.load_state_dict(attention.state_dict())
     x = torch.randn(5, 3, 8, dtype=torch.float64)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     torch.testing.assert_close(attention(x, mask=future), causal(x))
     assert not torch.allclose(attention(x), causal(x))
-    narrow = layers.ParallelSelfAttention(8, 2, mesh=None, window_size=(1, 0)).double()
+    narrow = layers.ParallelSelfAttention(8, 2, tp_mesh=None, window_size=(1, 0)).double()
     narrow.load_state_dict(attention.state_dict())
     torch.testing.assert_close(attention(x, mask=future | torch.ones(5, 5, dtype=torch.bool).tril(-2)), narrow(x))
     with pytest.raises(TypeError, match="mask must be None for this core"):
@@ -239,25 +241,28 @@ def test_layers_can_be_copied_and_moved():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.ColumnParallelLinear(4, 6, mesh=None, overlap="never"), "overlap must be"),
-        (lambda: layers.RowParallelLinear(0, 6, mesh=None), "in_features must be positive, got 0"),
+        (lambda: layers.ColumnParallelLinear(4, 6, tp_mesh=None, overlap="never"), "overlap must be"),
+        (lambda: layers.RowParallelLinear(0, 6, tp_mesh=None), "in_features must be positive, got 0"),
         (
-            lambda: layers.ParallelMLP(4, mesh=None, activation="relu"),
+            lambda: layers.ParallelMLP(4, tp_mesh=None, activation="relu"),
             "must be one of gelu, gelu_exact, swiglu",
         ),
-        (lambda: layers.ParallelSelfAttention(10, 4, mesh=None), r"hidden_size \(10\) must be a multiple of num_heads"),
         (
-            lambda: layers.ParallelSelfAttention(8, 4, num_kv_heads=3, mesh=None),
+            lambda: layers.ParallelSelfAttention(10, 4, tp_mesh=None),
+            r"hidden_size \(10\) must be a multiple of num_heads",
+        ),
+        (
+            lambda: layers.ParallelSelfAttention(8, 4, num_kv_heads=3, tp_mesh=None),
             r"num_heads \(4\) must be a multiple of num_kv",
         ),
         (
-            lambda: layers.ParallelSelfAttention(8, 4, causal=False, window_size=(1, 0), mesh=None),
+            lambda: layers.ParallelSelfAttention(8, 4, causal=False, window_size=(1, 0), tp_mesh=None),
             "window_size must be .left, 0. .* and needs causal",
         ),
-        (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, mesh=None), "dropout must be from 0 to 1"),
-        (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", mesh=None), "kind must be 'layer_norm' or"),
+        (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, tp_mesh=None), "dropout must be from 0 to 1"),
+        (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", tp_mesh=None), "kind must be 'layer_norm' or"),
         (
-            lambda: layers.ParallelSelfAttention(8, 2, mesh=None)(torch.zeros(3, 8)),
+            lambda: layers.ParallelSelfAttention(8, 2, tp_mesh=None)(torch.zeros(3, 8)),
             r"x must be \[s, b, 8\], got \[3, 8\]",
         ),
     ],

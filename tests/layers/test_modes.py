@@ -155,10 +155,10 @@ def without_memory(rank: int) -> None:
     """Layers of every kind in the context of the meta device, as ``device="meta"`` builds them."""
     for kind in KINDS:
         with torch.device("meta"):
-            module = _BUILDERS[kind](mesh=tp_mesh())
+            module = _BUILDERS[kind](tp_mesh=tp_mesh())
         found = {name: local(t) for name, t in module.state_dict().items()}
         assert all(t.is_meta for t in found.values()), kind
-        want = _BUILDERS[kind](mesh=tp_mesh(), device="meta").state_dict()
+        want = _BUILDERS[kind](tp_mesh=tp_mesh(), device="meta").state_dict()
         assert {name: t.shape for name, t in found.items()} == {name: local(t).shape for name, t in want.items()}
 
 

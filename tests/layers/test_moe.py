@@ -21,7 +21,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_process_is_a_loop_over_the_experts(options):
     torch.manual_seed(0)
-    moe = ParallelMoE(12, 10, mesh=None, init_method=torch.nn.init.normal_, dtype=torch.float64, **options)
+    moe = ParallelMoE(12, 10, tp_mesh=None, init_method=torch.nn.init.normal_, dtype=torch.float64, **options)
     x = torch.randn(5, 3, 12, dtype=torch.float64)
     routing = moe.router(x.flatten(0, 1))
     want = torch.zeros(15, 12, dtype=torch.float64)
@@ -68,16 +68,16 @@ def test_initialisation_does_not_depend_on_the_mesh():
 
 def test_capacity_drops_the_last_tokens_and_counts_them():
     torch.manual_seed(0)
-    moe = ParallelMoE(12, 10, 4, 2, mesh=None, capacity_factor=0.5, init_method=torch.nn.init.normal_)
+    moe = ParallelMoE(12, 10, 4, 2, tp_mesh=None, capacity_factor=0.5, init_method=torch.nn.init.normal_)
     x = torch.randn(16, 1, 12, requires_grad=True)
     moe(x).sum().backward()
     load = moe.load
     assert int(moe.dropped) == int((load - 4).clamp(min=0).sum()) > 0
-    none = ParallelMoE(12, 10, 4, 2, mesh=None, capacity_factor=0.0)
+    none = ParallelMoE(12, 10, 4, 2, tp_mesh=None, capacity_factor=0.0)
     y = none(x)
     y.sum().backward()
     assert not y.any() and none.experts.down.grad is not None and not none.experts.down.grad.any()
-    biased = ParallelMoE(12, 10, 4, 2, mesh=None, capacity_factor=0.5, bias=True)
+    biased = ParallelMoE(12, 10, 4, 2, tp_mesh=None, capacity_factor=0.5, bias=True)
     biased(x).sum().backward()  # every row that was not dropped has a weight, padding has none
     kept, taken, routing = torch.zeros(4), [0] * 4, biased.router(x.flatten(0, 1))
     for experts, weights in zip(routing.experts.tolist(), routing.weights.tolist(), strict=True):
@@ -89,7 +89,7 @@ def test_capacity_drops_the_last_tokens_and_counts_them():
 
 def test_what_it_refuses():
     with pytest.raises(ValueError, match="x must be"):
-        ParallelMoE(12, 10, 4, 2, mesh=None)(torch.randn(3, 11))
+        ParallelMoE(12, 10, 4, 2, tp_mesh=None)(torch.randn(3, 11))
     for outcome in ranks(4).outcomes(on_rank.layer, {"tp": 4, "ep": 4}, {"num_experts": 6, "top_k": 2}, True, 0):
         assert "num_experts must be a multiple of the size of the mesh, got 6 for 4 ranks" in outcome.message
 

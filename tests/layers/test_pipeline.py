@@ -28,7 +28,7 @@ PIPELINE, DATA, STAGES = 2, 2, 4
 def stage_of(kind: str, index: int) -> Stage:
     """The layer of a stage, with norms and biases that do something."""
     torch.manual_seed(index)
-    layer = ParallelTransformerLayer(HIDDEN, HEADS, mesh=None, **LAYERS[kind])
+    layer = ParallelTransformerLayer(HIDDEN, HEADS, tp_mesh=None, **LAYERS[kind])
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if "norm" in name or name.endswith("bias"):

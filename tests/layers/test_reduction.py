@@ -1,4 +1,4 @@
-"""The option ``reduction`` of the layers and of ``Transformer``: how their linears add partial sums of the ranks."""
+"""The option ``grad_reduce`` of the layers and of ``Transformer``: how their linears add partial sums of the ranks."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ PLAIN = {
 def test_linears_by_the_backend_make_its_calls(size, kind, sequence_parallel):
     for got in ranks(size).run(on_rank.calls_of_linear, kind, sequence_parallel, "backend"):
         assert got == PLAIN[kind, sequence_parallel]
-    for got in ranks(size).run(on_rank.calls_of_linear, kind, sequence_parallel, "exact"):
+    for got in ranks(size).run(on_rank.calls_of_linear, kind, sequence_parallel, "fp32"):
         assert not {"all_reduce", "reduce_scatter"} & {*got[0], *got[1]}
 
 
@@ -45,7 +45,7 @@ def test_no_sum_of_a_layer_by_the_backend_is_an_exchange(kind):
     for sequence_parallel, plain in ((True, "reduce_scatter"), (False, "all_reduce")):
         for got in ranks(2).run(on_rank.calls_of_layer, kind, sequence_parallel, "backend"):
             assert plain in got and "all_to_all" not in got
-        for got in ranks(2).run(on_rank.calls_of_layer, kind, sequence_parallel, "exact"):
+        for got in ranks(2).run(on_rank.calls_of_layer, kind, sequence_parallel, "fp32"):
             assert plain not in got and "all_to_all" in got
 
 
@@ -56,12 +56,12 @@ def test_layers_by_the_backend_have_the_gradients_of_the_exact_sum(size, kind):
         exact, backend = (
             of_layers.gathered(
                 ranks(size).run(
-                    of_layers.step_with, kind, 8, sequence_parallel, torch.float64, {"reduction": reduction}
+                    of_layers.step_with, kind, 8, sequence_parallel, torch.float64, {"grad_reduce": grad_reduce}
                 ),
                 kind,
                 sequence_parallel,
             )
-            for reduction in ("exact", "backend")
+            for grad_reduce in ("fp32", "backend")
         )
         assert of_layers.close(backend[0], exact[0], 1e-13) and of_layers.close(backend[1], exact[1], 1e-13)
         torch.testing.assert_close(backend[2], exact[2], rtol=1e-11, atol=1e-12)
@@ -72,8 +72,8 @@ def test_layers_by_the_backend_have_the_gradients_of_the_exact_sum(size, kind):
 def test_models_by_the_backend_have_the_gradients_of_the_exact_sum(size, kind):
     for sequence_parallel in (False, True):
         exact, backend = (
-            ranks(size).run(on_rank.train_with, kind, sequence_parallel, reduction)
-            for reduction in ("exact", "backend")
+            ranks(size).run(on_rank.train_with, kind, sequence_parallel, grad_reduce)
+            for grad_reduce in ("fp32", "backend")
         )
         for got, want in zip(backend, exact, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
@@ -81,20 +81,20 @@ def test_models_by_the_backend_have_the_gradients_of_the_exact_sum(size, kind):
 
 @pytest.mark.parametrize("kind", LINEARS)
 def test_every_linear_of_a_layer_has_its_reduction(kind):
-    for reduction in ("exact", "backend"):
-        assert on_rank.reductions(of_layers.build(kind, reduction=reduction)) == [reduction] * LINEARS[kind]
-    assert on_rank.reductions(of_layers.build(kind)) == ["exact"] * LINEARS[kind]
+    for grad_reduce in ("fp32", "backend"):
+        assert on_rank.reductions(of_layers.build(kind, grad_reduce=grad_reduce)) == [grad_reduce] * LINEARS[kind]
+    assert on_rank.reductions(of_layers.build(kind)) == ["fp32"] * LINEARS[kind]
 
 
 def test_every_linear_of_a_model_has_its_reduction():
-    found = on_rank.reductions(Transformer(on_rank.MODELS["latent"], reduction="backend", device="meta"))
+    found = on_rank.reductions(Transformer(on_rank.MODELS["latent"], grad_reduce="backend", device="meta"))
     assert found == ["backend"] * 2 * (3 + 3)  # q, kv and out; gate, up and down of the shared MLP
     assert on_rank.reductions(on_rank.of_moe("backend")) == ["backend"] * 3
 
 
 def test_unknown_reductions_are_named():
-    message = "must be 'exact' or 'backend', got 'fp32'"
-    with pytest.raises(ValueError, match=f"RowParallelLinear: reduction {message}"):
-        layers.RowParallelLinear(8, 8, mesh=None, reduction="fp32")
-    with pytest.raises(ValueError, match=f"ColumnParallelLinear: reduction {message}"):
-        Transformer(on_rank.MODELS["gpt"], reduction="fp32", device="meta")
+    message = "must be 'fp32' or 'backend', got 'exact'"
+    with pytest.raises(ValueError, match=f"RowParallelLinear: grad_reduce {message}"):
+        layers.RowParallelLinear(8, 8, tp_mesh=None, grad_reduce="exact")
+    with pytest.raises(ValueError, match=f"ColumnParallelLinear: grad_reduce {message}"):
+        Transformer(on_rank.MODELS["gpt"], grad_reduce="exact", device="meta")

@@ -29,7 +29,7 @@ CONFIG = TransformerConfig(
 
 def model_of(context, layout="zigzag", **options):
     torch.manual_seed(0)
-    return Transformer(dataclasses.replace(CONFIG, **options), context=context, cp_layout=layout)
+    return Transformer(dataclasses.replace(CONFIG, **options), cp_mesh=context, cp_layout=layout)
 
 
 def text(length: int) -> tuple[Tensor, Tensor]:
@@ -72,8 +72,8 @@ def compare_dropout(rank: int, layout: str, length: int, sizes: dict[str, int], 
     options = {"dropout": 0.4, "attention_dropout": 0.3, **options}
     alone = model_of(None, **options)
     torch.manual_seed(0)
-    config, shards = alone.config, {"mesh": mesh["tp"], "sequence_parallel": True}
-    shared = Transformer(config, context=mesh["cp"], cp_layout=layout, **(shards if mesh["tp"] is not None else {}))
+    config, shards = alone.config, {"tp_mesh": mesh["tp"], "sequence_parallel": True}
+    shared = Transformer(config, cp_mesh=mesh["cp"], cp_layout=layout, **(shards if mesh["tp"] is not None else {}))
     tokens, targets = text(length)
     losses = []
     for model in (alone, shared):
@@ -103,7 +103,7 @@ def dropout(rank: int) -> tuple[float, float]:
 
 def wrong_length(rank: int) -> None:
     mesh = mesh_of(cp=2, tp=2)
-    model = Transformer(CONFIG, mesh=mesh["tp"], context=mesh["cp"], sequence_parallel=True)
+    model = Transformer(CONFIG, tp_mesh=mesh["tp"], cp_mesh=mesh["cp"], sequence_parallel=True)
     model(torch.zeros(14, 1, dtype=torch.int64))
 
 

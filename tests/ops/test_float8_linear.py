@@ -262,7 +262,7 @@ def test_compiles_to_one_graph():
 
 def test_layers_under_autocast():
     torch.manual_seed(0)
-    up, down = ColumnParallelLinear(32, 48, mesh=None), RowParallelLinear(48, 32, mesh=None)
+    up, down = ColumnParallelLinear(32, 48, tp_mesh=None), RowParallelLinear(48, 32, tp_mesh=None)
     x = torch.randn(6, 2, 32, requires_grad=True)
     up.precision = down.precision = "fp8_rowwise"
     up.emulated = down.emulated = True
@@ -317,7 +317,7 @@ def test_gpus_without_a_recipe_are_refused_and_others_named(monkeypatch, capabil
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_layers_refuse_main_grad(kind):
-    layer = kind(32, 32, mesh=None, dtype=torch.bfloat16)
+    layer = kind(32, 32, tp_mesh=None, dtype=torch.bfloat16)
     layer.precision, layer.emulated = "mxfp8", True
     layer.main_grad = torch.zeros(32, 32)
     with pytest.raises(ValueError, match=f"{kind.__name__}: main_grad cannot be used with mxfp8"):

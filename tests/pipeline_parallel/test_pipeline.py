@@ -37,7 +37,7 @@ class _Stage(Transformer):
 
     def forward(self, stream: Tensor | None = None, micro_batch: Any = None) -> Tensor:  # type: ignore[override]
         given = self._inputs[int(micro_batch)]
-        return super().forward(**given, stage=self._number, stream=stream if self._number else None)
+        return super().forward(**given, stage=self._number, hidden_states=stream if self._number else None)
 
 
 def step(rank: int, text: str, kind: str) -> dict[str, Tensor]:

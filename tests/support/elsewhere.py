@@ -25,7 +25,7 @@ def _loss(seed: int, tensor: DeviceMesh | None) -> tuple[float, dict[str, Tensor
     """The loss and the gradients of a model with this seed's weights and tokens, some of which do not count."""
     torch.manual_seed(seed)
     model = Transformer(
-        dataclasses.replace(_CONFIG), mesh=tensor, expert_mesh=tensor, sequence_parallel=tensor is not None
+        dataclasses.replace(_CONFIG), tp_mesh=tensor, ep_mesh=tensor, sequence_parallel=tensor is not None
     )  # fmt: skip
     tokens = torch.randint(31, (12, 2), generator=torch.Generator().manual_seed(seed))
     targets = tokens.roll(-1, 0)

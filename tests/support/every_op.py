@@ -33,16 +33,16 @@ def _all_gather(group: Any) -> None:
 
 
 def _reduce_scatter(group: Any) -> None:
-    for fp32_reduction in (True, False):
+    for grad_reduce in ("fp32", "backend"):
         x = _leaf(2 * group.size(), 3)
-        comm.reduce_scatter(x, group, fp32_reduction=fp32_reduction).sum().backward()
+        comm.reduce_scatter(x, group, grad_reduce=grad_reduce).sum().backward()
     comm.reduce_scatter(_leaf(3, 3), group, sizes=[3, *[0] * (group.size() - 1)]).sum().backward()
 
 
 def _all_reduce(group: Any) -> None:
     for elements in (3, 100_000):  # gathered at once, and scattered first
         comm.reduce_from_group(_leaf(elements), group).sum().backward()
-        comm.copy_to_group(_leaf(elements), group, fp32_reduction=False).sum().backward()
+        comm.copy_to_group(_leaf(elements), group, grad_reduce="backend").sum().backward()
 
 
 def _all_to_all(group: Any) -> None:

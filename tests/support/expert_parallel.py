@@ -77,7 +77,7 @@ def layer(
     torch.manual_seed(seed)
     tp = None if mesh is None else mesh["tp"]
     moe = ParallelMoE(
-        HIDDEN, FFN, mesh=tp, expert_mesh=None if mesh is None else mesh["ep"], sequence_parallel=sequence_parallel,
+        HIDDEN, FFN, tp_mesh=tp, ep_mesh=None if mesh is None else mesh["ep"], sequence_parallel=sequence_parallel,
         init_method=torch.nn.init.normal_, **options,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
@@ -138,7 +138,7 @@ def order_of_events(rank: int, overlap: Overlap = "auto") -> list[str]:
 
     torch.manual_seed(0)
     mesh = mesh_of(dp_shard=2, ep=2)["ep"]
-    moe = ParallelMoE(HIDDEN, FFN, 4, 2, mesh=None, expert_mesh=mesh, shared_experts=1, overlap=overlap)
+    moe = ParallelMoE(HIDDEN, FFN, 4, 2, tp_mesh=None, ep_mesh=mesh, shared_experts=1, overlap=overlap)
     assert moe.shared is not None
     moe.shared.register_forward_hook(lambda *_: events.append("shared"))
     moe.shared.gate.weight.register_hook(lambda _: events.append("shared backward"))
@@ -158,7 +158,7 @@ OWN_LOOP = TransformerConfig(
 def own_loop(rank: int, sizes: dict[str, int], explicit: bool = False) -> dict[str, Tensor]:
     """Whole gradients of a model with experts in a loop of one's own; every rank of ``loss`` has a sequence."""
     mesh = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh()
-    model = Transformer(OWN_LOOP, mesh=mesh["tp"], context=mesh["cp"], expert_mesh=mesh["ep"], device="meta")
+    model = Transformer(OWN_LOOP, tp_mesh=mesh["tp"], cp_mesh=mesh["cp"], ep_mesh=mesh["ep"], device="meta")
     if dist.is_initialized():
         if explicit:
             shard_experts(model, mesh)

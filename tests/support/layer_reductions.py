@@ -1,4 +1,4 @@
-"""What each rank does in the tests of the layers' option ``reduction``."""
+"""What each rank does in the tests of the layers' option ``grad_reduce``."""
 
 import contextlib
 from typing import Any
@@ -52,16 +52,16 @@ def calls_of_steps(module: nn.Module, x: Tensor) -> Calls:
     return forward, backward
 
 
-def calls_of_linear(rank: int, kind: str, sequence_parallel: bool, reduction: str) -> Calls:
+def calls_of_linear(rank: int, kind: str, sequence_parallel: bool, grad_reduce: str) -> Calls:
     """Of ``layers.ColumnParallelLinear`` or ``layers.RowParallelLinear``."""
-    module = on_rank.build(kind, sequence_parallel=sequence_parallel, reduction=reduction, bias=False)
+    module = on_rank.build(kind, sequence_parallel=sequence_parallel, grad_reduce=grad_reduce, bias=False)
     width = on_rank.HIDDEN // (dist.get_world_size() if kind == "row" else 1)
     with compared_once(module.group):
         return calls_of_steps(module, torch.ones(4, 2, width))
 
 
-def calls_of_layer(rank: int, kind: str, sequence_parallel: bool, reduction: str) -> set[str]:
-    module = on_rank.build(kind, sequence_parallel=sequence_parallel, reduction=reduction)
+def calls_of_layer(rank: int, kind: str, sequence_parallel: bool, grad_reduce: str) -> set[str]:
+    module = on_rank.build(kind, sequence_parallel=sequence_parallel, grad_reduce=grad_reduce)
     with compared_once(module.group):
         forward, backward = calls_of_steps(module, torch.ones(256, 2, on_rank.HIDDEN))
     return {*forward, *backward}
@@ -71,7 +71,7 @@ def train(rank: int, kind: str, sequence_parallel: bool, **options: Any) -> tupl
     """(loss, logits, whole gradients of the parameters) of a model in float64."""
     torch.manual_seed(0)
     model = Transformer(
-        MODELS[kind], mesh=on_rank.tp_mesh(), sequence_parallel=sequence_parallel, dtype=torch.float64, **options
+        MODELS[kind], tp_mesh=on_rank.tp_mesh(), sequence_parallel=sequence_parallel, dtype=torch.float64, **options
     ).eval()  # without auxiliary losses, which have the exact sum
     tokens, targets = torch.randint(32, (2, 8, 3), generator=torch.Generator().manual_seed(1))
     loss = model(tokens, targets)
@@ -80,14 +80,14 @@ def train(rank: int, kind: str, sequence_parallel: bool, **options: Any) -> tupl
     return loss.detach(), logits.detach(), {name: on_rank.whole(p.grad) for name, p in model.named_parameters()}
 
 
-def train_with(rank: int, kind: str, sequence_parallel: bool, reduction: str):
-    return train(rank, kind, sequence_parallel, reduction=reduction)
+def train_with(rank: int, kind: str, sequence_parallel: bool, grad_reduce: str):
+    return train(rank, kind, sequence_parallel, grad_reduce=grad_reduce)
 
 
 def reductions(module: nn.Module) -> list[str]:
     """Of all linears over a mesh in a module."""
-    return [linear.reduction for linear in module.modules() if isinstance(linear, ParallelLinear)]
+    return [linear.grad_reduce for linear in module.modules() if isinstance(linear, ParallelLinear)]
 
 
-def of_moe(reduction: str) -> nn.Module:
-    return layers.ParallelMoE(16, 8, 4, 2, mesh=None, shared_experts=1, reduction=reduction)
+def of_moe(grad_reduce: str) -> nn.Module:
+    return layers.ParallelMoE(16, 8, 4, 2, tp_mesh=None, shared_experts=1, grad_reduce=grad_reduce)

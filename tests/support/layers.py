@@ -31,7 +31,7 @@ def tp_mesh() -> DeviceMesh | None:
 def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     """A layer of the seed's weights, over all ranks."""
     torch.manual_seed(seed)
-    common = {"mesh": tp_mesh(), "dtype": dtype, **options}
+    common = {"tp_mesh": tp_mesh(), "dtype": dtype, **options}
     if kind == "embedding":
         common.pop("overlap", None)
     module = _BUILDERS[kind](**common)

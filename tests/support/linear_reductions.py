@@ -29,7 +29,7 @@ def _arguments(kind: str, rank: int, size: int, dtype: torch.dtype) -> list[Tens
     return [x.chunk(size)[rank] if kind == "gather" else x, weight.chunk(size)[rank], bias.chunk(size)[rank]]
 
 
-def calls_of(rank: int, kind: str, overlap: Any, reduction: str) -> tuple[list[str], list[str]]:
+def calls_of(rank: int, kind: str, overlap: Any, grad_reduce: str) -> tuple[list[str], list[str]]:
     """The collectives and messages of a forward, and of its backward."""
     size = dist.get_world_size()
     leaves = [t.clone().requires_grad_() for t in _arguments(kind, rank, size, torch.bfloat16)]
@@ -37,7 +37,7 @@ def calls_of(rank: int, kind: str, overlap: Any, reduction: str) -> tuple[list[s
     try:
         for _ in range(2):  # the first is compared between the ranks
             with recorded_calls() as forward:
-                y = OPS[kind](*leaves[:2], group=dist.group.WORLD, overlap=overlap, reduction=reduction)
+                y = OPS[kind](*leaves[:2], group=dist.group.WORLD, overlap=overlap, grad_reduce=grad_reduce)
             with recorded_calls() as backward:
                 y.float().sum().backward()
     finally:
@@ -49,7 +49,7 @@ def by_the_backend(rank: int, kind: str, overlap: Any, dtype: torch.dtype) -> li
     """(got, expected) of the output and of all gradients, on integers, whose sums are exact in any order."""
     size, group = dist.get_world_size(), dist.group.WORLD
     leaves = [t.clone().requires_grad_() for t in _arguments(kind, rank, size, dtype)]
-    y = OPS[kind](*leaves, group=group, overlap=overlap, reduction="backend")
+    y = OPS[kind](*leaves, group=group, overlap=overlap, grad_reduce="backend")
     whole = integers(2 * size, 3, 8, seed=3, dtype=dtype)
     y.backward(whole.chunk(size)[rank] if kind == "scatter" else whole.chunk(size, -1)[rank])
 
@@ -66,16 +66,16 @@ def by_the_backend(rank: int, kind: str, overlap: Any, dtype: torch.dtype) -> li
 
 
 def apart(rank: int) -> None:
-    reduction = "backend" if rank else "exact"
-    linear_reduce_scatter(integers(4, 8, seed=0), integers(3, 8, seed=1), group=dist.group.WORLD, reduction=reduction)
+    way = "backend" if rank else "fp32"
+    linear_reduce_scatter(integers(4, 8, seed=0), integers(3, 8, seed=1), group=dist.group.WORLD, grad_reduce=way)
 
 
-def of_three_weights(rank: int, reduction: str) -> list[list[Tensor]]:
+def of_three_weights(rank: int, grad_reduce: str) -> list[list[Tensor]]:
     """Gradients of x, three weights and their biases: at once, and by a queue that computes them after the messages."""
-    return [_gradients_of_three(rank, reduction, defer) for defer in (False, True)]
+    return [_gradients_of_three(rank, grad_reduce, defer) for defer in (False, True)]
 
 
-def _gradients_of_three(rank: int, reduction: str, defer: bool) -> list[Tensor]:
+def _gradients_of_three(rank: int, grad_reduce: str, defer: bool) -> list[Tensor]:
     shared, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(rank + 1)
     x = torch.randn(9, 3, 32, generator=shared).bfloat16().requires_grad_()
     weights = [torch.randn(n, 32, generator=own).bfloat16().requires_grad_() for n in (24, 8, 8)]
@@ -84,7 +84,7 @@ def _gradients_of_three(rank: int, reduction: str, defer: bool) -> list[Tensor]:
     queue = DeferredWeightGradients() if defer else None
     for _ in range(2):  # the second adds to the first
         ys = column_parallel_linear(
-            x, weights, biases, group=dist.group.WORLD, overlap="off", reduction=reduction, main_grad=buffers,
+            x, weights, biases, group=dist.group.WORLD, overlap="off", grad_reduce=grad_reduce, main_grad=buffers,
             deferred=queue,
         )  # fmt: skip
         sum((y.float() ** 2).sum() for y in ys).backward()

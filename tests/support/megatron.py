@@ -41,7 +41,7 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
-    reduction: str = "exact"
+    grad_reduce: str = "fp32"
     deterministic: bool = False
 
 
@@ -149,7 +149,7 @@ def build(case, **stages):
     )
     normalization = config.normalization
     if case.drop_in == "spec":
-        spec = megatron.gpt_block_spec(config, reduction=case.reduction)
+        spec = megatron.gpt_block_spec(config, grad_reduce=case.grad_reduce)
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, normalization=normalization, qk_layernorm=config.qk_layernorm

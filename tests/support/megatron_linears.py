@@ -13,16 +13,16 @@ from support.megatron import leave_groups, on_cpu
 
 
 def row_calls(rank: int, sequence_parallel: bool) -> tuple[Calls, Calls]:
-    """Of Megatron's own ``RowParallelLinear`` and that of a spec with ``reduction="backend"``."""
+    """Of Megatron's own ``RowParallelLinear`` and that of a spec with ``grad_reduce="backend"``."""
     return _calls(tensor_parallel.RowParallelLinear, sequence_parallel), _calls(
-        ParallelOpsSpecProvider(reduction="backend").row_parallel_linear(), sequence_parallel
+        ParallelOpsSpecProvider(grad_reduce="backend").row_parallel_linear(), sequence_parallel
     )
 
 
 def column_calls(rank: int, sequence_parallel: bool) -> tuple[Calls, Calls]:
     """The same of ``ColumnParallelLinear``."""
     return _calls(tensor_parallel.ColumnParallelLinear, sequence_parallel), _calls(
-        ParallelOpsSpecProvider(reduction="backend").column_parallel_linear(), sequence_parallel
+        ParallelOpsSpecProvider(grad_reduce="backend").column_parallel_linear(), sequence_parallel
     )
 
 

@@ -122,10 +122,10 @@ def summed_by_nccl(rank: int, path: str) -> list[bool]:
     size, equal = dist.get_world_size(), []
     with over_nccl(rank, path) as fake:
         x, weight = torch.full((2 * size, 3), rank + 1.0), torch.ones(4, 3)
-        y = linear_reduce_scatter(x, weight, group=dist.group.WORLD, reduction="backend")
+        y = linear_reduce_scatter(x, weight, group=dist.group.WORLD, grad_reduce="backend")
         equal.append(torch.equal(y, torch.full((2, 4), 3.0 * size * (size + 1) / 2)))
         leaf = torch.ones(2, 3, requires_grad=True)
-        column_parallel_linear(leaf, weight, group=dist.group.WORLD, reduction="backend").sum().backward()
+        column_parallel_linear(leaf, weight, group=dist.group.WORLD, grad_reduce="backend").sum().backward()
         assert leaf.grad is not None
         equal.append(torch.equal(leaf.grad, torch.full((2, 3), 4.0 * size)))
         called = {line.split()[0] for line in fake.calls()}

@@ -42,7 +42,8 @@ def step(
     mesh = mesh_of(pp=2, tp=2)
     torch.manual_seed(0)
     layers = [
-        ParallelTransformerLayer(32, 4, mesh=mesh["tp"], sequence_parallel=True, **LAYERS[kind]) for _ in range(STAGES)
+        ParallelTransformerLayer(32, 4, tp_mesh=mesh["tp"], sequence_parallel=True, **LAYERS[kind])
+        for _ in range(STAGES)
     ]
     stages = []
     for index in range(mesh.rank("pp"), STAGES, 2):
@@ -77,9 +78,9 @@ def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[s
     mesh, options = mesh_of(tp=2)["tp"], LAYERS.get(kind, {})
     if kind == "experts":
         options = {"mlp": ParallelMoE(
-            32, 48, 4, 2, mesh=mesh, sequence_parallel=sequence_parallel, bias=True, router_bias=True
+            32, 48, 4, 2, tp_mesh=mesh, sequence_parallel=sequence_parallel, bias=True, router_bias=True
         )}  # fmt: skip
-    layer = ParallelTransformerLayer(32, 4, mesh=mesh, sequence_parallel=sequence_parallel, **options)
+    layer = ParallelTransformerLayer(32, 4, tp_mesh=mesh, sequence_parallel=sequence_parallel, **options)
     x = torch.randn(4, 2, 32, requires_grad=True)
     y = layer(x)
     names = {_get_grad_fn_or_grad_acc(p): name for name, p in layer.named_parameters()}

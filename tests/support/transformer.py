@@ -69,7 +69,7 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
 def step(rank: int, name: str, sequence_parallel: bool) -> dict[str, Any]:
     """Loss, logits, whole weights and gradients in fp64 of the model that seed 0 draws."""
     torch.manual_seed(0)
-    model = Transformer(CONFIGS[name], mesh=mesh(), sequence_parallel=sequence_parallel, dtype=torch.float64)
+    model = Transformer(CONFIGS[name], tp_mesh=mesh(), sequence_parallel=sequence_parallel, dtype=torch.float64)
     drawn = state(model)
     tokens, targets = sample()
     torch.manual_seed(2)
@@ -84,7 +84,7 @@ def step(rank: int, name: str, sequence_parallel: bool) -> dict[str, Any]:
 def drawn_part(rank: int, name: str) -> dict[str, Tensor]:
     """The weights of a pipeline stage that has the last layer, the norm and the head alone, made without memory."""
     torch.manual_seed(0)
-    model = Transformer(CONFIGS[name], mesh=mesh(), device="meta", dtype=torch.float64)
+    model = Transformer(CONFIGS[name], tp_mesh=mesh(), device="meta", dtype=torch.float64)
     model.tokens = model.positions = None
     del model.layers["0"]
     model.to_empty(device="cpu")
@@ -96,7 +96,7 @@ def sharded_step(rank: int, name: str, tp: int, folder: str | None) -> dict[str,
     """As ``step``, in fp32 under FSDP2 of 4 / tp ranks; drawn, or loaded from a folder and saved into it."""
     root = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
     config = CONFIGS[name] if folder is None else config_from_pretrained(folder)
-    model = Transformer(config, mesh=root["tp"], sequence_parallel=True, device="meta")
+    model = Transformer(config, tp_mesh=root["tp"], sequence_parallel=True, device="meta")
     for layer in model.layers.values():
         fully_shard(layer, mesh=root["dp"])
     fully_shard(model, mesh=root["dp"])
@@ -119,7 +119,7 @@ def sharded_step(rank: int, name: str, tp: int, folder: str | None) -> dict[str,
 
 
 def odd_length(rank: int) -> Tensor:
-    return Transformer(GPT2, mesh=mesh(), sequence_parallel=True)(torch.zeros(7, 1, dtype=torch.long))
+    return Transformer(GPT2, tp_mesh=mesh(), sequence_parallel=True)(torch.zeros(7, 1, dtype=torch.long))
 
 
 def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str, Any]:
@@ -135,14 +135,14 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
 
     loading._Files.read = counted  # type: ignore[method-assign]
     try:
-        model = Transformer.from_pretrained(folder, mesh=mesh()).eval()
+        model = Transformer.from_pretrained(folder, tp_mesh=mesh()).eval()
     finally:
         loading._Files.read = original  # type: ignore[method-assign]
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.state_dict().values())
     with torch.no_grad():
         logits = [model(tokens)]
         if dist.is_initialized():
-            logits.append(Transformer.from_pretrained(folder, mesh=mesh(), sequence_parallel=True).eval()(tokens))
+            logits.append(Transformer.from_pretrained(folder, tp_mesh=mesh(), sequence_parallel=True).eval()(tokens))
     if save is not None:
         model.save_pretrained(save)
     return {"logits": logits, "read": read, "held": held}
@@ -150,7 +150,7 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
 
 def loaded_gradients(rank: int, folder: str, tokens: Tensor, targets: Tensor, save: str) -> Tensor:
     """Saves the gradients as if they were the weights, so that they get Hugging Face's names."""
-    model = Transformer.from_pretrained(folder, mesh=mesh(), sequence_parallel=True).eval()
+    model = Transformer.from_pretrained(folder, tp_mesh=mesh(), sequence_parallel=True).eval()
     loss = model(tokens, targets)
     loss.backward()
     with torch.no_grad():
@@ -162,7 +162,7 @@ def loaded_gradients(rank: int, folder: str, tokens: Tensor, targets: Tensor, sa
 
 def refused(rank: int, folders: list[str], good: str) -> list[tuple[str, str, bool]]:
     """For each folder the error of loading it, and whether the model that should take it is as it was."""
-    model = Transformer.from_pretrained(good, mesh=mesh())
+    model = Transformer.from_pretrained(good, tp_mesh=mesh())
     before = [p.detach().clone() for p in model.parameters()]
     results = []
     for folder in folders:
@@ -181,4 +181,4 @@ def _local(t: Tensor) -> Tensor:
 
 
 def saved_over(rank: int, good: str, place: str) -> None:
-    Transformer.from_pretrained(good, mesh=mesh()).save_pretrained(place)
+    Transformer.from_pretrained(good, tp_mesh=mesh()).save_pretrained(place)

@@ -25,7 +25,7 @@ class Tables(nn.Module):
 
     def __init__(self, sizes: list[int], mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(VocabParallelEmbedding(size, 4, mesh=mesh, device="meta") for size in sizes)
+        self.tables = nn.ModuleList(VocabParallelEmbedding(size, 4, tp_mesh=mesh, device="meta") for size in sizes)
 
     def draw(self, seed: int) -> "Tables":
         self.to_empty(device="cpu")
@@ -121,7 +121,7 @@ def folders(rank: int, folder: Path, over: dict[str, int]) -> dict[str, Tensor]:
     from parallel_ops.models import config_from_pretrained
 
     mesh = mesh_of(**over)
-    model = Transformer(config_from_pretrained(folder), mesh=mesh["tp"], device="meta")
+    model = Transformer(config_from_pretrained(folder), tp_mesh=mesh["tp"], device="meta")
     for layer in (*model.layers.values(), model):
         fully_shard(layer, mesh=shards_of(mesh))
     model.to_empty(device="cpu")

@@ -30,9 +30,9 @@ EXACT = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("reduction", "calls"), [("backend", PLAIN), ("exact", EXACT)])
-def test_without_chunks_each_transfer_is_one_collective(kind, reduction, calls):
-    for got in ranks(2).run(linear_reductions.calls_of, kind, "off", reduction):
+@pytest.mark.parametrize(("grad_reduce", "calls"), [("backend", PLAIN), ("fp32", EXACT)])
+def test_without_chunks_each_transfer_is_one_collective(kind, grad_reduce, calls):
+    for got in ranks(2).run(linear_reductions.calls_of, kind, "off", grad_reduce):
         assert got == calls[kind]
 
 
@@ -66,13 +66,13 @@ def test_the_backends_sum_of_integers_is_the_linear_of_one_process(size, kind, d
 @pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter, column_parallel_linear])
 def test_bad_reductions_are_named(op):
     x, weight = torch.randn(4, 8), torch.randn(3, 8)
-    with pytest.raises(ValueError, match=rf"{op.__name__}: reduction must be 'exact' or 'backend', got 'fp32'"):
-        op(x, weight, group=None, reduction="fp32")
+    with pytest.raises(ValueError, match=rf"{op.__name__}: grad_reduce must be 'fp32' or 'backend', got 'exact'"):
+        op(x, weight, group=None, grad_reduce="exact")
 
 
 def test_ranks_with_different_reductions_raise():
     for outcome in ranks(2).outcomes(linear_reductions.apart):
-        assert isinstance(outcome, Raised) and "reduction='backend'" in outcome.message
+        assert isinstance(outcome, Raised) and "grad_reduce='backend'" in outcome.message
 
 
 class Logged:
@@ -173,10 +173,10 @@ def test_both_transfers_of_an_exact_sum_run_beside_products(features, frozen, be
     assert gradients(of_copy, True, features, frozen) == expected
 
 
-@pytest.mark.parametrize("reduction", ["exact", "backend"])
+@pytest.mark.parametrize("grad_reduce", ["fp32", "backend"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_beside_transfers_have_the_same_bits_wherever_they_go(size, reduction):
-    for results in ranks(size).run(linear_reductions.of_three_weights, reduction):
+def test_gradients_beside_transfers_have_the_same_bits_wherever_they_go(size, grad_reduce):
+    for results in ranks(size).run(linear_reductions.of_three_weights, grad_reduce):
         for found in results[1:]:
             assert len(found) == 7
             assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parallel_ops import ops
 from parallel_ops.comm import set_consistency_checks
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel.linear.call import Reduction
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -26,7 +26,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     the weight's gradient.
     """
 
-    reduction: Reduction = "exact"
+    grad_reduce: GradReduce = "fp32"
 
     def __init__(self, *args: Any, config: Any, embedding_activation_buffer: Any = None, **kwargs: Any) -> None:
         if config.defer_embedding_wgrad_compute and embedding_activation_buffer is None:
@@ -41,7 +41,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         if args or deferred or not kwargs.get("sequence_parallel") or not _covered(self, weight):
             return super()._forward_impl(input, weight, *args, **kwargs)
         return all_gather_linear(
-            input, weight, kwargs.get("bias"), group=self.tp_group, reduction=self.reduction,
+            input, weight, kwargs.get("bias"), group=self.tp_group, grad_reduce=self.grad_reduce,
             main_grad=_main_grad(self, weight),
         )  # fmt: skip
 
@@ -49,7 +49,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """Megatron's, with ``linear_reduce_scatter`` under sequence parallelism: they overlap."""
 
-    reduction: Reduction = "exact"
+    grad_reduce: GradReduce = "fp32"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +61,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         main_grad = _main_grad(self, self.weight)
         output = linear_reduce_scatter(
             input_, self.weight, None if self.skip_bias_add else self.bias, group=self.tp_group,
-            reduction=self.reduction, main_grad=main_grad,
+            grad_reduce=self.grad_reduce, main_grad=main_grad,
             bias_gradient="partial",  # Megatron sums the gradients of parameters tagged sequence_parallel
         )  # fmt: skip
         return output, self.bias if self.skip_bias_add else None
@@ -70,13 +70,13 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 class BackendColumnParallelLinear(ColumnParallelLinear):
     """``ColumnParallelLinear`` whose input's gradient the group's backend sums, as in Megatron's own."""
 
-    reduction = "backend"
+    grad_reduce = "backend"
 
 
 class BackendRowParallelLinear(RowParallelLinear):
     """``RowParallelLinear`` whose output the group's backend sums, as in Megatron's own."""
 
-    reduction = "backend"
+    grad_reduce = "backend"
 
 
 def _check_first_calls(linear: Any) -> None:

@@ -8,25 +8,25 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from parallel_ops.comm.collectives import GradReduce, is_fp32
 from parallel_ops.integrations.megatron import modules
 from parallel_ops.integrations.megatron.attention import CoreAttention
-from parallel_ops.tensor_parallel.linear.call import Reduction, is_exact
 
 
 class ParallelOpsSpecProvider(LocalSpecProvider):
     """The local spec with this package's modules. Experts stay Megatron's: they have no sequence to gather.
 
     Args:
-        reduction: how the linears add partial sums of the ranks under sequence parallelism: ``"exact"`` (in rank order
+        grad_reduce: how the linears add partial sums of the ranks under sequence parallelism: ``"fp32"`` (in rank order
             in fp32: the same bits on every run and over every backend) or ``"backend"`` (by the reduce-scatter that
             Megatron's own linears call; where they send in chunks, the exact sum).
 
     Raises:
-        ValueError: an unknown ``reduction``.
+        ValueError: an unknown ``grad_reduce``.
     """
 
-    def __init__(self, reduction: Reduction = "exact") -> None:
-        self._exact = is_exact(type(self).__name__, reduction)
+    def __init__(self, grad_reduce: GradReduce = "fp32") -> None:
+        self._exact = is_fp32(type(self).__name__, grad_reduce)
 
     def column_parallel_linear(self) -> type:
         return modules.ColumnParallelLinear if self._exact else modules.BackendColumnParallelLinear
@@ -41,21 +41,21 @@ class ParallelOpsSpecProvider(LocalSpecProvider):
         return CoreAttention
 
 
-def gpt_layer_spec(*, reduction: Reduction = "exact", **options: Any) -> ModuleSpec:
+def gpt_layer_spec(*, grad_reduce: GradReduce = "fp32", **options: Any) -> ModuleSpec:
     """A layer of GPT: ``get_gpt_layer_local_spec(**options)`` of the installed Megatron, with the provider above.
 
     The norm after the last layer is not part of it. Megatron uses its own there, which does not support sequence
     parallelism unless ``apply(["norm"])`` was called. ``gpt_block_spec`` includes it.
 
     Args:
-        reduction: how the linears add partial sums of the ranks; see ``ParallelOpsSpecProvider``.
+        grad_reduce: how the linears add partial sums of the ranks; see ``ParallelOpsSpecProvider``.
         options: of ``get_gpt_layer_local_spec``.
 
     Raises:
-        ValueError: an unknown ``reduction``.
+        ValueError: an unknown ``grad_reduce``.
     """
     stock = gpt_layer_specs.LocalSpecProvider
-    gpt_layer_specs.LocalSpecProvider = functools.partial(ParallelOpsSpecProvider, reduction)
+    gpt_layer_specs.LocalSpecProvider = functools.partial(ParallelOpsSpecProvider, grad_reduce)
     try:
         return gpt_layer_specs.get_gpt_layer_local_spec(**options)
     finally:
@@ -68,10 +68,10 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **options: Any) 
     Args:
         config: the ``TransformerConfig`` of the model.
         vp_stage: virtual pipeline stage of an interleaved schedule.
-        options: see ``gpt_layer_spec``, ``reduction`` among them; others are by default from ``config``.
+        options: see ``gpt_layer_spec``, ``grad_reduce`` among them; others are by default from ``config``.
 
     Raises:
-        ValueError: an unknown ``reduction``.
+        ValueError: an unknown ``grad_reduce``.
     """
     defaults = {
         "num_experts": config.num_moe_experts,

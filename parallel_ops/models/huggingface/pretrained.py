@@ -70,7 +70,7 @@ class PretrainedModel(ShardedModule):
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> None:
         """Fills the parameters from a Hugging Face folder. Each rank reads its own shards only, also those of FSDP2.
 
-            model = Transformer(config_from_pretrained(folder), mesh=mesh, device="meta")
+            model = Transformer(config_from_pretrained(folder), tp_mesh=mesh, device="meta")
             ...                                     # fully_shard each of model.layers and model
             model.to_empty(device="cuda")
             model.load_pretrained(folder)

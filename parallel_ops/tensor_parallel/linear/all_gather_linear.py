@@ -9,7 +9,7 @@ gathered again, since only x is saved, while dx is computed, and dx is scattered
 beside whole products do not slow the products, so the backward is never cut into chunks.
 
 Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx are
-sent once, in the dtype of x, and added in rank order in fp32 (unless ``reduction="backend"``). So the result has the
+sent once, in the dtype of x, and added in rank order in fp32 (unless ``grad_reduce="backend"``). So the result has the
 same bits on every run, and depends on ``overlap`` only by how products of other shapes round. Sources: Korthikanti et
 al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed
 collectives).
@@ -26,11 +26,12 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.group_checks import check_sizes
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric
 from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
-from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, Overlap, Reduction, rows_of
+from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
 from parallel_ops.tensor_parallel.linear.chunked import Span, gather, matrix, multiply, start_gather, start_scatter
 
 _NAME = "all_gather_linear"
@@ -44,7 +45,7 @@ def all_gather_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = ...,
-    reduction: Reduction = ...,
+    grad_reduce: GradReduce = ...,
     sizes: Sequence[int] | None = None,
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
@@ -59,7 +60,7 @@ def all_gather_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = ...,
-    reduction: Reduction = ...,
+    grad_reduce: GradReduce = ...,
     sizes: Sequence[int] | None = None,
     main_grad: Sequence[Target] | None = None,
     deferred: DeferredWeightGradients | None = None,
@@ -73,7 +74,7 @@ def all_gather_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
-    reduction: Reduction = "exact",
+    grad_reduce: GradReduce = "fp32",
     sizes: Sequence[int] | None = None,
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
@@ -95,8 +96,8 @@ def all_gather_linear(
             ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
             the forward, and ``"off"`` is taken where nothing gains 2 %; the weights must then have the same shapes on
             every rank. In deterministic mode a rule decides (``call.py``), on a CPU ``"off"``.
-        reduction: how the partial sums of the ranks are added.
-            ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
+        grad_reduce: how the partial sums of the ranks are added.
+            ``"fp32"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
             ``"backend"``: those of the gradient of x by the reduce-scatter of the group's backend, in the dtype of
             ``x`` and in its order, as Megatron-LM does; where ``sizes`` differ, the exact sum.
@@ -124,17 +125,11 @@ def all_gather_linear(
         >>> all_gather_linear(x, weight, group=None).shape  # group=mesh["tp"].get_group() under torchrun
         torch.Size([128, 2, 256])
     """
-    outputs = _op(
-        x,
-        as_list(weight),
-        [] if bias is None else as_list(bias),
-        None if main_grad is None else as_list(main_grad),
-        deferred,
-        group,
-        overlap,
-        reduction,
-        sizes,
-    )
+    options = LinearOptions(
+        group, overlap, grad_reduce, sizes=sizes,
+        main_grads=None if main_grad is None else as_list(main_grad), deferred=deferred,
+    )  # fmt: skip
+    outputs = _op(x, as_list(weight), [] if bias is None else as_list(bias), options)
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
 
 

@@ -35,8 +35,9 @@ from parallel_ops._internal.gradients.weight_gradients import (
     after_backward,
     targets_of,
 )
+from parallel_ops.comm.collectives import is_fp32
 from parallel_ops.comm.consistency import propagate_errors
-from parallel_ops.tensor_parallel.linear.call import GroupCall, Overlap, Reduction, check_arguments, encode, is_exact
+from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, check_arguments, encode
 from parallel_ops.tensor_parallel.linear.chunked import matrix
 
 
@@ -114,29 +115,19 @@ class LinearOp(abc.ABC):
         """The first dimension of the outputs."""
         return sum(call.sizes)
 
-    def __call__(
-        self,
-        x: Tensor,
-        weights: list[Tensor],
-        biases: list[Tensor],
-        main_grads: list[Target] | None,
-        deferred: DeferredWeightGradients | None,
-        group: ProcessGroup | None,
-        overlap: Overlap,
-        reduction: Reduction,
-        sizes: Sequence[int] | None,
-        *more: bool,
-    ) -> list[Tensor]:
-        """Checks all arguments and runs. ``more`` are the last fields of ``GroupCall``."""
+    def __call__(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], options: LinearOptions) -> list[Tensor]:
+        """Checks all arguments and runs."""
+        group, deferred = options.group, options.deferred
         group_id = group_name(self.name, group)
         with propagate_errors(self.name, group, x, *weights, checked=True):
             check_arguments(self.name, x, weights, biases, group)
-            targets = targets_of(self.name, weights, main_grads, deferred)
-            code, exact = encode(self.name, overlap), is_exact(self.name, reduction)
-            shards = self.split(x, sizes, group)
+            targets = targets_of(self.name, weights, options.main_grads, deferred)
+            code, fp32 = encode(self.name, options.overlap), is_fp32(self.name, options.grad_reduce)
+            shards = self.split(x, options.sizes, group)
         grad = torch.is_grad_enabled()
         needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
-        arguments: tuple[Any, ...] = (group_id, shards, code, needs, exact, *more)
+        more = () if options.partial_bias is None else (options.partial_bias,)
+        arguments: tuple[Any, ...] = (group_id, shards, code, needs, fp32, *more)
         tensors = x, *weights, *biases
         handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
         if handled or (any(needs) and _can_bypass_dispatcher(tensors)):

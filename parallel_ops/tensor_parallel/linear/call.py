@@ -32,13 +32,14 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.distributed.group_checks import check_tensor
 from parallel_ops._internal.distributed.groups import resolve_group
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.device_rates import Rates, rates_of
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of
 
 Overlap = Literal["auto", "off", "symmetric"] | int
-Reduction = Literal["exact", "backend"]
 Phase = Literal["gather", "scatter"]
 
 # Codes in the ops' schemas; positive numbers are chunks of each rank's shard.
@@ -67,13 +68,6 @@ def decode(code: int) -> Overlap:
     """The inverse of ``encode``."""
     words = {number: word for word, number in _WORDS.items()}
     return words.get(code, code)  # type: ignore[return-value]
-
-
-def is_exact(op: str, reduction: Reduction) -> bool:
-    """``reduction`` as the flag of the ops' schemas; raises ValueError if it is not valid."""
-    if reduction not in ("exact", "backend"):
-        raise ValueError(f"{op}: reduction must be 'exact' or 'backend', got {reduction!r}")
-    return reduction == "exact"
 
 
 def check_arguments(
@@ -131,6 +125,24 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearOptions:
+    """The keyword arguments of the linears over a group, made by the public functions; see ``all_gather_linear``.
+
+    Attributes:
+        main_grads: one for each weight.
+        partial_bias: the gradient of bias is of this rank's rows only.
+    """
+
+    group: ProcessGroup | None
+    overlap: Overlap
+    grad_reduce: GradReduce
+    sizes: Sequence[int] | None = None
+    main_grads: Sequence[Target] | None = None
+    deferred: DeferredWeightGradients | None = None
+    partial_bias: bool | None = None  # of ops that have one
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupCall:
     """The non-tensor arguments of the op."""
 
@@ -180,7 +192,7 @@ class GroupCall:
             sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
             overlap = decode(self.overlap)
             words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
-            words += "" if self.exact else ", reduction='backend'"
+            words += "" if self.exact else ", grad_reduce='backend'"
             return f"{words}, weights of {measured}" if measured else words
 
         signature = CallSignature(self.op, (x.dtype, *same, *options, *measured), text)

@@ -17,7 +17,7 @@ rank order in fp32 (fp64 for fp64). The result does not depend on the order of a
 unfused computation with the same chunks, on every run.
 
 Whole shards go by one collective where the transport has it: an all-gather, and for a sum an all-to-all, or with
-``reduction="backend"`` the backend's own reduce-scatter, which is what the plain linears of other libraries call.
+``grad_reduce="backend"`` the backend's own reduce-scatter, which is what the plain linears of other libraries call.
 """
 
 from collections import deque

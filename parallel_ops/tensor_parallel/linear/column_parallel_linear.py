@@ -9,7 +9,7 @@ of dX that another rank sums are sent as soon as they are computed, this rank's 
 (``chunked.py``). Each rank adds the partials of its rows in rank order in fp32 and rounds once; the sums are gathered
 while dW is computed. Without chunks dX is computed first, and its partials are exchanged while dW is computed: of
 several weights that of the first ones, with the others beside the gather. One weight's is not cut: two halves may have
-other bits than the whole. With ``reduction="backend"`` and no chunks it is the backend's one all-reduce, which runs
+other bits than the whole. With ``grad_reduce="backend"`` and no chunks it is the backend's one all-reduce, which runs
 while dW is computed.
 
 Sources: Shoeybi et al., arXiv:1909.08053 (their f, and Megatron-LM's asynchronous all-reduce); Wang et al., ASPLOS
@@ -26,12 +26,13 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
-from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, Overlap, Reduction, rows_of
+from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
 from parallel_ops.tensor_parallel.linear.chunked import Span, matrix, scatter, split, start_gather, start_scatter
 
 _NAME = "column_parallel_linear"
@@ -45,7 +46,7 @@ def column_parallel_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
-    reduction: Reduction = "exact",
+    grad_reduce: GradReduce = "fp32",
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor: ...
@@ -57,7 +58,7 @@ def column_parallel_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
-    reduction: Reduction = "exact",
+    grad_reduce: GradReduce = "fp32",
     main_grad: Sequence[Target] | None = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]: ...
@@ -68,7 +69,7 @@ def column_parallel_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
-    reduction: Reduction = "exact",
+    grad_reduce: GradReduce = "fp32",
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -85,11 +86,11 @@ def column_parallel_linear(
             A number: each rank's rows of dX are sent in that many chunks while dX is computed, and the sums are
             gathered while dW is.
             ``"symmetric"``: as ``"off"``.
-            ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU, with ``"exact"``, they are timed at the first backward
+            ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU, with ``"fp32"``, they are timed at the first backward
             of a kind, 16 runs of dX and its sum, and ``"off"`` is taken where nothing gains 2 %; the weights must then
             have the same shapes on every rank. In deterministic mode a rule decides (``call.py``), on a CPU ``"off"``.
-        reduction: how the partial sums of the gradient of x are added.
-            ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
+        grad_reduce: how the partial sums of the gradient of x are added.
+            ``"fp32"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
             ``"backend"``: by the all-reduce of the group's backend, in the dtype of ``x`` and in its order, as
             Megatron-LM does. In chunks the exact sum.
@@ -115,17 +116,11 @@ def column_parallel_linear(
         >>> column_parallel_linear(x, weight, group=None).shape  # group=mesh["tp"].get_group() under torchrun
         torch.Size([128, 2, 256])
     """
-    outputs = _op(
-        x,
-        as_list(weight),
-        [] if bias is None else as_list(bias),
-        None if main_grad is None else as_list(main_grad),
-        deferred,
-        group,
-        overlap,
-        reduction,
-        None,
-    )
+    options = LinearOptions(
+        group, overlap, grad_reduce,
+        main_grads=None if main_grad is None else as_list(main_grad), deferred=deferred,
+    )  # fmt: skip
+    outputs = _op(x, as_list(weight), [] if bias is None else as_list(bias), options)
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
 
 

@@ -6,7 +6,7 @@
 
 Forward: with chunks, the rows of the output that another rank owns are sent as soon as they are computed; this rank's
 own rows are computed last, while the others are sent (``chunked.py``). Each rank receives the partial sums of its rows,
-in the dtype of x, adds them in rank order in fp32, then the bias, and rounds once. With ``reduction="backend"`` the
+in the dtype of x, adds them in rank order in fp32, then the bias, and rounds once. With ``grad_reduce="backend"`` the
 backend adds. Backward: with chunks, this rank's rows of dY are multiplied first, while the next ones arrive; dY is then
 complete, as dW needs it.
 
@@ -26,12 +26,13 @@ from parallel_ops._internal.distributed.group_checks import check_sizes
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
+from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric
 from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients
-from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, Overlap, Reduction, rows_of
+from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
 from parallel_ops.tensor_parallel.linear.chunked import (
     Span,
     gather,
@@ -52,7 +53,7 @@ def linear_reduce_scatter(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
-    reduction: Reduction = "exact",
+    grad_reduce: GradReduce = "fp32",
     sizes: Sequence[int] | None = None,
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
@@ -77,8 +78,8 @@ def linear_reduce_scatter(
             the forward and 16 of the backward's gather, and ``"off"`` is taken where nothing gains 2 %; the weight must
             then have the same shape on every rank. In deterministic mode a rule decides (``call.py``), on a CPU
             ``"off"``.
-        reduction: how the partial sums of the ranks are added.
-            ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
+        grad_reduce: how the partial sums of the ranks are added.
+            ``"fp32"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
             ``"backend"``: by the reduce-scatter of the group's backend, in the dtype of ``x`` and in its order, as
             Megatron-LM does; the bias is added to the rounded sum. In chunks, and where ``sizes`` differ, the exact
@@ -111,18 +112,11 @@ def linear_reduce_scatter(
     if bias_gradient not in ("complete", "partial"):
         with propagate_errors(_NAME, group, x, weight, checked=True):
             raise ValueError(f"{_NAME}: bias_gradient must be 'complete' or 'partial', got {bias_gradient!r}")
-    (y,) = _op(
-        x,
-        [weight],
-        [] if bias is None else [bias],
-        None if main_grad is None else [main_grad],
-        deferred,
-        group,
-        overlap,
-        reduction,
-        sizes,
-        bias_gradient == "partial",
-    )
+    options = LinearOptions(
+        group, overlap, grad_reduce, sizes, None if main_grad is None else [main_grad], deferred,
+        partial_bias=bias_gradient == "partial",
+    )  # fmt: skip
+    (y,) = _op(x, [weight], [] if bias is None else [bias], options)
     return y
 
 

@@ -186,7 +186,7 @@ def _layer(
     launches = []
     for layers in (1, 3):
         config = TransformerConfig(num_layers=layers, **shape)
-        model = Transformer(config, mesh=mesh, sequence_parallel=mesh is not None).to(device=device, dtype=dtype)
+        model = Transformer(config, tp_mesh=mesh, sequence_parallel=mesh is not None).to(device=device, dtype=dtype)
         calls.append(lambda model=model: model(tokens, tokens).backward())  # type: ignore[misc]
         launches.append(_launch(model, tokens, clock))
     seconds = clock.in_turn(calls, parts=8)
