@@ -61,6 +61,22 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "Tensor? class_weight, Tensor column, Tensor saved, " LOSS_OPTIONS
       ", str? group, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
 #undef LOSS_OPTIONS
+#define CHUNKS "str? group, int parts, int chunk_bytes, bool[] needs"
+  m.def(
+      "vocab_parallel_linear_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, float temperature, "
+      "bool entropy, int ignore_index, " CHUNKS ") -> (Tensor log_probs, Tensor entropy, Tensor column, Tensor saved)");
+  m.def(
+      "vocab_parallel_linear_log_probs_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
+      "Tensor? bias, Tensor column, Tensor saved, float temperature, bool entropy, int ignore_index, " CHUNKS
+      ") -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "vocab_parallel_linear_kl_divergence(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher, "
+      "Tensor? teacher_weight, float temperature, " CHUNKS ") -> (Tensor loss, Tensor saved)");
+  m.def(
+      "vocab_parallel_linear_kl_divergence_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, "
+      "Tensor teacher, Tensor? teacher_weight, Tensor saved, float temperature, " CHUNKS
+      ") -> (Tensor, Tensor, Tensor)");
+#undef CHUNKS
   m.def(
       "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs, bool exact) -> Tensor[]");

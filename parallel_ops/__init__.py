@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.float8_linear import float8_linear
     from parallel_ops.ops.norms.layer_norm import layer_norm
     from parallel_ops.ops.norms.rms_norm import rms_norm
+    from parallel_ops.ops.post_training import dpo_loss, grpo_loss
     from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_qk
     from parallel_ops.ops.softmaxes.scaled_causal_softmax import scaled_causal_softmax
     from parallel_ops.ops.softmaxes.scaled_masked_softmax import scaled_masked_softmax
@@ -34,10 +35,15 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.tensor_parallel.linear.column_parallel_linear import column_parallel_linear
     from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import linear_reduce_scatter
     from parallel_ops.tensor_parallel.loss.cross_entropy import vocab_parallel_cross_entropy
+    from parallel_ops.tensor_parallel.loss.kl_divergence import (
+        linear_kl_divergence,
+        vocab_parallel_linear_kl_divergence,
+    )
     from parallel_ops.tensor_parallel.loss.linear_cross_entropy import (
         linear_cross_entropy,
         vocab_parallel_linear_cross_entropy,
     )
+    from parallel_ops.tensor_parallel.loss.log_probs import LogProbs, linear_log_probs, vocab_parallel_linear_log_probs
     from parallel_ops.triton_kernels.experimental import enable_experimental
 
 __version__ = "0.1.0"
@@ -45,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DeferredWeightGradients",
     "ExpertOrder",
+    "LogProbs",
     "LossStatistics",
     "ParallelMesh",
     "PeerError",
@@ -56,14 +63,18 @@ __all__ = [
     "bias_swiglu",
     "column_parallel_linear",
     "cross_entropy",
+    "dpo_loss",
     "enable_experimental",
     "flash_attention",
     "float8_linear",
     "gelu_mul",
     "grouped_linear",
+    "grpo_loss",
     "join_sequence",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_kl_divergence",
+    "linear_log_probs",
     "linear_reduce_scatter",
     "load_balancing_loss",
     "permute",
@@ -80,6 +91,8 @@ __all__ = [
     "unpermute",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_kl_divergence",
+    "vocab_parallel_linear_log_probs",
 ]
 
 # Rooms of the names above, searched in this order.

@@ -34,6 +34,8 @@ from parallel_ops.ops.norms.layer_norm import layer_norm as layer_norm
 from parallel_ops.ops.norms.layer_norm import layer_norm_reference as layer_norm_reference
 from parallel_ops.ops.norms.rms_norm import rms_norm as rms_norm
 from parallel_ops.ops.norms.rms_norm import rms_norm_reference as rms_norm_reference
+from parallel_ops.ops.post_training import dpo_loss as dpo_loss
+from parallel_ops.ops.post_training import grpo_loss as grpo_loss
 from parallel_ops.ops.rotary_embedding import rotary_embedding as rotary_embedding
 from parallel_ops.ops.rotary_embedding import rotary_embedding_qk as rotary_embedding_qk
 from parallel_ops.ops.rotary_embedding import rotary_embedding_reference as rotary_embedding_reference

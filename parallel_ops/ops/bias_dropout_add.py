@@ -28,24 +28,24 @@ def bias_dropout_add(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    p: float,
+    dropout_p: float,
     *,
     training: bool = True,
-    seed: int | Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
     index_offset: int = 0,
     row_positions: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """``residual + dropout(x + bias, p)``, forward and backward fused, no mask stored.
+    """``residual + dropout(x + bias, dropout_p)``, forward and backward fused, no mask stored.
 
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides.
         bias: ``[H]``, of any of these dtypes, on the device of ``x``, or ``None``.
         residual: shape and device of ``x``, of any of these dtypes, any strides. ``None``: nothing is added, so that
             without ``bias`` too this is a dropout that stores no mask.
-        p: probability of dropping an element, from 0 to 1. Kept elements are scaled by ``1 / (1 - p)``.
-        training: ``False`` turns dropout off, as ``p = 0`` does.
-        seed: the seed of the mask: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
+        dropout_p: probability of dropping an element, from 0 to 1. Kept elements are scaled by ``1 / (1 - dropout_p)``.
+        training: ``False`` turns dropout off, as ``dropout_p = 0`` does.
+        dropout_seed: the seed of the mask: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
             read back to the host). ``None`` draws a seed from PyTorch's default generator of that device, so
             ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it like ``F.dropout``.
         index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
@@ -60,12 +60,13 @@ def bias_dropout_add(
         a residual stream in float32 stays so. Under autocast the widest dtype given.
 
     Raises:
-        TypeError: unsupported dtypes, ``p``, ``seed``, ``index_offset`` or ``row_positions`` of a wrong type.
-        ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``,
-            ``row_positions`` of another length, ``inplace`` for tensors that do not allow it.
+        TypeError: unsupported dtypes, ``dropout_p``, ``dropout_seed``, ``index_offset`` or ``row_positions`` of a wrong
+            type. ValueError: wrong shape or device, ``dropout_p`` outside 0 to 1, ``dropout_seed`` beyond 64 bits,
+            negative ``index_offset``, ``row_positions`` of another length, ``inplace`` for tensors that do not allow
+            it.
 
     Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
-    sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and
+    sequence parallelism, gives that shard of y when every rank passes the same ``dropout_seed`` and
     ``index_offset = r * x.numel()``. Any other rows need ``row_positions``. The gradient of bias is
     then partial over these ranks.
 
@@ -73,8 +74,9 @@ def bias_dropout_add(
         >>> import torch
         >>> from parallel_ops import bias_dropout_add
         >>> x, bias, residual = torch.randn(16, 2, 64), torch.randn(64), torch.randn(16, 2, 64)
-        >>> y = bias_dropout_add(x, bias, residual, p=0.1)  # residual + F.dropout(x + bias, 0.1)
-        >>> torch.allclose(bias_dropout_add(x, bias, residual, p=0.1, training=False), residual + x + bias, atol=1e-6)
+        >>> y = bias_dropout_add(x, bias, residual, dropout_p=0.1)  # residual + F.dropout(x + bias, 0.1)
+        >>> evaluated = bias_dropout_add(x, bias, residual, dropout_p=0.1, training=False)
+        >>> torch.allclose(evaluated, residual + x + bias, atol=1e-6)
         True
     """
     check_rows("bias_dropout_add", x)
@@ -92,8 +94,8 @@ def bias_dropout_add(
         _check_writable(x, bias, residual, dtype)
     if row_positions is not None:
         _check_positions(x, row_positions)
-    drawn = _seed(x, p, training, seed, index_offset)
-    p = 0.0 if drawn is None else p
+    drawn = _seed(x, dropout_p, training, dropout_seed, index_offset)
+    p = 0.0 if drawn is None else dropout_p
     row_positions = None if drawn is None or row_positions is None else row_positions.contiguous()
     if inplace and not torch.compiler.is_compiling():
         _inplace(x, bias, residual, p, drawn, index_offset, row_positions)
@@ -106,19 +108,20 @@ def bias_dropout_add_reference(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    p: float,
+    dropout_p: float,
     *,
     training: bool = True,
-    seed: int | Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
     index_offset: int = 0,
     row_positions: Tensor | None = None,
 ) -> Tensor:
     """The same in plain PyTorch, mask included."""
     z = x if bias is None else x + bias
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    drawn = _seed(x, p, training, seed, index_offset)
+    drawn = _seed(x, dropout_p, training, dropout_seed, index_offset)
     if drawn is not None:
-        z = torch.where(keep_mask(x.shape, p, drawn, index_offset, row_positions), z * kept_scale(p), 0.0)
+        kept = keep_mask(x.shape, dropout_p, drawn, index_offset, row_positions)
+        z = torch.where(kept, z * kept_scale(dropout_p), 0.0)
     return (z if residual is None else residual + z).to(dtype)
 
 
@@ -147,7 +150,7 @@ def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_
         raise TypeError(f"bias_dropout_add: index_offset must be an int, got {type(index_offset).__name__}")
     if index_offset < 0:
         raise ValueError(f"bias_dropout_add: index_offset must be at least 0, got {index_offset}")
-    return dropout_seed("bias_dropout_add", "p", p, seed, "x", x, training=training)
+    return dropout_seed("bias_dropout_add", "dropout_p", p, seed, "x", x, training=training)
 
 
 def _fake(

@@ -35,7 +35,7 @@ OPS = {
     "bias_swiglu": lambda x, bias, weights: bias_swiglu(x, bias, weights=weights),
     "weights alone": lambda x, bias, weights: bias_swiglu(x, weights=weights),
     "bias_dropout_add": lambda x, bias, weights: bias_dropout_add(
-        x, bias, torch.zeros_like(x), p=0.3, seed=torch.tensor([5], device=x.device)
+        x, bias, torch.zeros_like(x), dropout_p=0.3, dropout_seed=torch.tensor([5], device=x.device)
     ),
     "rms_norm": lambda x, bias, weights: rms_norm(x, bias),
     "layer_norm": lambda x, bias, weights: layer_norm(x, bias, bias * 2),

@@ -22,7 +22,7 @@ def inputs(*shape, dtype=torch.float32, device="cpu", seed=0, scale=1.0):
 
 def both(p, **options):
     """The op and its reference as functions of x, bias and residual."""
-    return [functools.partial(f, p=p, **options) for f in (bias_dropout_add, bias_dropout_add_reference)]
+    return [functools.partial(f, dropout_p=p, **options) for f in (bias_dropout_add, bias_dropout_add_reference)]
 
 
 @given(
@@ -37,7 +37,7 @@ def both(p, **options):
 def test_numerics_of_any_shape(device, shape, dtype, p, with_bias, with_residual, seed, index_offset):
     x, bias, residual = inputs(*shape, dtype=dtype, device=device)
     grad = randn(*shape, dtype=dtype, device=device, seed=3).detach()
-    op, reference = both(p, seed=seed, index_offset=index_offset)
+    op, reference = both(p, dropout_seed=seed, index_offset=index_offset)
     args = [x, bias if with_bias else None, residual if with_residual else None]
     suite.check_numerics(op, reference, args, grad, slack_ulps=2)
 
@@ -47,23 +47,23 @@ def test_numerics_of_a_large_tensor(device, dtype):
     grad = randn(2048, 384, dtype=dtype, device=device, seed=3).detach()
     args = inputs(2048, 384, dtype=dtype, device=device, scale=2)
     for p in (0.0, 0.1):
-        suite.check_numerics(*both(p, seed=5, index_offset=3), args, grad)
+        suite.check_numerics(*both(p, dropout_seed=5, index_offset=3), args, grad)
 
 
 @pytest.mark.parametrize("index_offset", [1, 2, 3, 4, 2**34 - 2, 2**34 + 1])
 def test_a_shard_draws_what_the_whole_would(device, index_offset):
     """Split at any element, also where no four elements share a draw, and where counters pass 32 bits."""
     whole = inputs(12, 3, 35, device=device)
-    y, *grads = suite.forward_backward(both(0.4, seed=2**40 + 1, index_offset=index_offset)[0], whole)
+    y, *grads = suite.forward_backward(both(0.4, dropout_seed=2**40 + 1, index_offset=index_offset)[0], whole)
     for start, end in ((0, 5), (5, 6), (6, 12)):
         shard = [t if t.dim() == 1 else t.detach()[start:end].requires_grad_() for t in whole]
-        op, _ = both(0.4, seed=2**40 + 1, index_offset=index_offset + start * 3 * 35)
+        op, _ = both(0.4, dropout_seed=2**40 + 1, index_offset=index_offset + start * 3 * 35)
         ours = suite.forward_backward(op, shard)
         assert torch.equal(ours[0], y[start:end])
         assert torch.equal(ours[1], grads[0][start:end])
     flat = y.flatten()[7:]
     x, bias, residual = (t.expand(whole[0].shape).flatten()[7:] for t in whole)
-    part = bias_dropout_add(x + bias, None, residual, 0.4, seed=2**40 + 1, index_offset=index_offset + 7)
+    part = bias_dropout_add(x + bias, None, residual, 0.4, dropout_seed=2**40 + 1, index_offset=index_offset + 7)
     torch.testing.assert_close(part, flat)
 
 
@@ -72,23 +72,23 @@ def test_a_shard_draws_what_the_whole_would(device, index_offset):
 def test_rows_from_anywhere_draw_what_the_whole_would(device, shape, index_offset):
     """Every third row, and the rows of two runs, as context-parallel ranks have them."""
     whole = inputs(*shape, device=device)
-    y, *grads = suite.forward_backward(both(0.4, seed=2**40 + 1, index_offset=index_offset)[0], whole)
+    y, *grads = suite.forward_backward(both(0.4, dropout_seed=2**40 + 1, index_offset=index_offset)[0], whole)
     for rows in ([1, 4, 7, 10], [0, 1, 10, 11], [5]):
         positions = torch.tensor(rows, device=device)
         shard = [t if t.dim() == 1 else t.detach()[positions].requires_grad_() for t in whole]
-        for op in both(0.4, seed=2**40 + 1, index_offset=index_offset, row_positions=positions):
+        for op in both(0.4, dropout_seed=2**40 + 1, index_offset=index_offset, row_positions=positions):
             out, dx, *_ = suite.forward_backward(op, shard)
             torch.testing.assert_close(out, y[positions])
             torch.testing.assert_close(dx, grads[0][positions])
-    alone = bias_dropout_add(whole[0].detach()[positions], None, None, 0.4, seed=1, row_positions=positions)
-    assert torch.equal(alone, bias_dropout_add(whole[0].detach(), None, None, 0.4, seed=1)[positions])
+    alone = bias_dropout_add(whole[0].detach()[positions], None, None, 0.4, dropout_seed=1, row_positions=positions)
+    assert torch.equal(alone, bias_dropout_add(whole[0].detach(), None, None, 0.4, dropout_seed=1)[positions])
 
 
 def test_keep_rate_and_independence(device):
     """Fixed seeds, so a fixed outcome; the bounds are five standard deviations."""
     n, p = 1 << 20, 0.3
     x, zero = torch.ones(n, device=device), torch.zeros(n, device=device)
-    masks = [bias_dropout_add(x, None, zero, p, seed=seed) > 0 for seed in (0, 1, 2**32)]
+    masks = [bias_dropout_add(x, None, zero, p, dropout_seed=seed) > 0 for seed in (0, 1, 2**32)]
     centred = torch.stack([m.double() - (1 - p) for m in masks])
     bound = 5 * (p * (1 - p)) / n**0.5
     assert centred.mean(dim=1).abs().max() < 5 * (p * (1 - p) / n) ** 0.5
@@ -111,7 +111,7 @@ def test_a_drawn_seed_follows_the_generator(device):
     state = torch.get_rng_state()
     bias_dropout_add(x, bias, residual, 0.5, training=False)
     bias_dropout_add(x, bias, residual, 0.0)
-    bias_dropout_add(x, bias, residual, 0.5, seed=1)
+    bias_dropout_add(x, bias, residual, 0.5, dropout_seed=1)
     assert torch.equal(torch.get_rng_state(), state), "a call that draws no seed moved the generator"
 
 
@@ -119,10 +119,12 @@ def test_integer_and_tensor_seeds_agree(device):
     args = inputs(8, 64, device=device)
     for seed in (0, -1, 2**63, 2**64 - 1, -(2**63)):
         wrapped = (seed + 2**63) % 2**64 - 2**63
-        expected = bias_dropout_add(*args, 0.5, seed=seed)
+        expected = bias_dropout_add(*args, 0.5, dropout_seed=seed)
         for tensor in (torch.tensor([wrapped], device=device), torch.tensor(wrapped, device=device)):
-            assert torch.equal(bias_dropout_add(*args, 0.5, seed=tensor), expected)
-    assert torch.equal(bias_dropout_add(*args, 0.5, seed=-1), bias_dropout_add(*args, 0.5, seed=2**64 - 1))
+            assert torch.equal(bias_dropout_add(*args, 0.5, dropout_seed=tensor), expected)
+    assert torch.equal(
+        bias_dropout_add(*args, 0.5, dropout_seed=-1), bias_dropout_add(*args, 0.5, dropout_seed=2**64 - 1)
+    )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -132,7 +134,7 @@ def test_dtypes_of_their_own(device, p):
     wide, narrow = torch.float32, torch.bfloat16
     for dtypes in ((narrow, narrow, wide), (narrow, wide, wide), (wide, wide, narrow), (narrow, wide, narrow)):
         args = [t.detach().to(d).requires_grad_() for t, d in zip(inputs(30, 1030, device=device), dtypes, strict=True)]
-        suite.check_numerics(*both(p, seed=1, index_offset=2), args, grad, slack_ulps=2)
+        suite.check_numerics(*both(p, dropout_seed=1, index_offset=2), args, grad, slack_ulps=2)
 
 
 @pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 1e-12}, {"p": 0.5, "training": False}])
@@ -151,8 +153,8 @@ def test_in_place(device, dtype, compiled):
     x, bias, residual = (t.detach() for t in inputs(6, 3, 1030, dtype=dtype, device=device))
 
     def both_ways(x, bias, residual, p):
-        y = bias_dropout_add(x, bias, residual, p, seed=1, index_offset=1)
-        return y, bias_dropout_add(x, bias, residual, p, seed=1, index_offset=1, inplace=True)
+        y = bias_dropout_add(x, bias, residual, p, dropout_seed=1, index_offset=1)
+        return y, bias_dropout_add(x, bias, residual, p, dropout_seed=1, index_offset=1, inplace=True)
 
     torch._dynamo.reset()
     run = torch.compile(both_ways, backend="aot_eager", fullgraph=True) if compiled else both_ways
@@ -166,7 +168,7 @@ def test_in_place(device, dtype, compiled):
 
 def test_what_cannot_be_written_in_place(device):
     x, bias, residual = inputs(4, 8, device=device)
-    call = functools.partial(bias_dropout_add, p=0.0, inplace=True)
+    call = functools.partial(bias_dropout_add, dropout_p=0.0, inplace=True)
     with pytest.raises(ValueError, match="inplace is for evaluation, but x, bias or residual requires a gradient"):
         call(x, bias, residual)
     with torch.no_grad():
@@ -188,8 +190,8 @@ def test_dropping_everything_gives_the_residual_whatever_x_holds(device):
 
 def test_dropped_elements_contribute_nothing_and_kept_ones_flow(device):
     x = torch.full((64,), torch.nan, device=device)
-    y = bias_dropout_add(x, None, torch.zeros(64, device=device), 0.5, seed=1)
-    ones = bias_dropout_add(torch.ones_like(x), None, torch.zeros(64, device=device), 0.5, seed=1)
+    y = bias_dropout_add(x, None, torch.zeros(64, device=device), 0.5, dropout_seed=1)
+    ones = bias_dropout_add(torch.ones_like(x), None, torch.zeros(64, device=device), 0.5, dropout_seed=1)
     assert torch.equal(y.isnan(), ones == 2.0) and torch.equal(y == 0.0, ones == 0.0)
 
 
@@ -203,8 +205,8 @@ def test_saves_only_the_seed(device):
 def test_gradient_matches_finite_differences(device):
     x, bias, residual = inputs(3, 2, 5, dtype=torch.float64, device=device)
     for p in (0.3, 0.0, 1.0):
-        suite.check_gradient(both(p, seed=3)[0], [x, bias, residual])
-        suite.check_gradient(both(p, seed=3)[0], [x, None, residual])
+        suite.check_gradient(both(p, dropout_seed=3)[0], [x, bias, residual])
+        suite.check_gradient(both(p, dropout_seed=3)[0], [x, None, residual])
 
 
 def test_custom_op_contract(device):
@@ -224,21 +226,21 @@ def test_custom_op_contract(device):
 def test_only_the_gradients_asked_for(device, wanted):
     for p in (0.0, 0.3):
         args = [t.detach().requires_grad_(w) for t, w in zip(inputs(6, 8, device=device), wanted, strict=True)]
-        op, reference = both(p, seed=1)
+        op, reference = both(p, dropout_seed=1)
         suite.check_numerics(op, reference, args, slack_ulps=2)
 
 
 def test_same_bits_on_every_run_and_thread_count(device):
     grad = randn(700, 1100, dtype=torch.float32, device=device, seed=3).detach()
     for p in (0.0, 0.3):
-        suite.check_deterministic(both(p, seed=1, index_offset=2)[0], inputs(700, 1100, device=device), grad)
+        suite.check_deterministic(both(p, dropout_seed=1, index_offset=2)[0], inputs(700, 1100, device=device), grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts(device, dtype):
     x, bias, residual = inputs(4, 3, 1030, dtype=dtype, device=device)
     for p in (0.0, 0.3):
-        op, _ = both(p, seed=1, index_offset=1)
+        op, _ = both(p, dropout_seed=1, index_offset=1)
         for index in (0, 2):
             suite.check_layouts(op, [x, bias, residual], index=index)
             suite.check_layouts(op, [x, None, residual], index=index)
@@ -248,7 +250,7 @@ def test_layouts(device, dtype):
 
 def test_compiles_to_one_graph_for_all_sizes(device):
     cases = [inputs(n, 3, h, device=device) for n, h in [(4, 8), (6, 10)]]
-    for op in (both(0.3, seed=2**40, index_offset=5)[0], both(0.0)[0]):
+    for op in (both(0.3, dropout_seed=2**40, index_offset=5)[0], both(0.0)[0]):
         suite.check_compiles(op, cases)
 
 
@@ -265,16 +267,16 @@ def test_compiles_with_a_drawn_seed(device):
 
 def test_activation_checkpointing(device):
     suite.check_checkpointing(both(0.5)[0], inputs(6, 8, device=device))
-    suite.check_checkpointing(both(0.5, seed=1)[0], inputs(6, 8, device=device))
+    suite.check_checkpointing(both(0.5, dropout_seed=1)[0], inputs(6, 8, device=device))
 
 
 def test_autocast_keeps_the_width_of_the_residual(device):
     x, bias, residual = inputs(6, 8, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        y = bias_dropout_add(x.bfloat16(), bias, residual, 0.5, seed=1)
-        narrow = bias_dropout_add(*(t.bfloat16() for t in (x, bias, residual)), 0.5, seed=1)
+        y = bias_dropout_add(x.bfloat16(), bias, residual, 0.5, dropout_seed=1)
+        narrow = bias_dropout_add(*(t.bfloat16() for t in (x, bias, residual)), 0.5, dropout_seed=1)
     assert y.dtype is torch.float32 and narrow.dtype is torch.bfloat16
-    assert torch.equal(y, bias_dropout_add(x.bfloat16().float(), bias, residual, 0.5, seed=1))
+    assert torch.equal(y, bias_dropout_add(x.bfloat16().float(), bias, residual, 0.5, dropout_seed=1))
     y.sum().backward()
     assert bias.grad.dtype is torch.float32
 
@@ -283,7 +285,7 @@ def test_autocast_keeps_the_width_of_the_residual(device):
 def test_extreme_shapes(device, shape):
     for p in (0.0, 0.3):
         args = inputs(*shape, device=device)
-        suite.check_numerics(*both(p, seed=1), args, torch.ones(shape, device=device), slack_ulps=2)
+        suite.check_numerics(*both(p, dropout_seed=1), args, torch.ones(shape, device=device), slack_ulps=2)
 
 
 def test_bad_arguments_are_named(device):
@@ -300,22 +302,22 @@ def test_bad_arguments_are_named(device):
     with pytest.raises(ValueError, match=r"bias_dropout_add: bias must have shape \[8\].*got \[7\]"):
         call(x, bias[:7], r, 0.1)
     for p in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=r"bias_dropout_add: p must be from 0 to 1, got"):
+        with pytest.raises(ValueError, match=r"bias_dropout_add: dropout_p must be from 0 to 1, got"):
             call(x, bias, r, p)
     for p in ("0.1", None, True):
-        with pytest.raises(TypeError, match=r"bias_dropout_add: p must be a number"):
+        with pytest.raises(TypeError, match=r"bias_dropout_add: dropout_p must be a number"):
             call(x, bias, r, p)
     for seed in (2**64, -(2**63) - 1):
         with pytest.raises(ValueError, match=r"bias_dropout_add: seed must fit 64 bits"):
-            call(x, bias, r, 0.1, seed=seed)
+            call(x, bias, r, 0.1, dropout_seed=seed)
     with pytest.raises(TypeError, match=r"bias_dropout_add: seed must be None, an int or an int64 tensor, got float"):
-        call(x, bias, r, 0.1, seed=1.0)
+        call(x, bias, r, 0.1, dropout_seed=1.0)
     with pytest.raises(TypeError, match=r"bias_dropout_add: seed must be an int64 tensor, got torch.int32"):
-        call(x, bias, r, 0.1, seed=torch.tensor([1], dtype=torch.int32, device=device))
+        call(x, bias, r, 0.1, dropout_seed=torch.tensor([1], dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match=r"bias_dropout_add: seed must have one element, got shape \[2\]"):
-        call(x, bias, r, 0.1, seed=torch.tensor([1, 2], device=device))
+        call(x, bias, r, 0.1, dropout_seed=torch.tensor([1, 2], device=device))
     with pytest.raises(ValueError, match=r"bias_dropout_add: seed is on meta"):
-        call(x, bias, r, 0.1, seed=torch.empty(1, dtype=torch.int64, device="meta"))
+        call(x, bias, r, 0.1, dropout_seed=torch.empty(1, dtype=torch.int64, device="meta"))
     with pytest.raises(ValueError, match=r"bias_dropout_add: index_offset must be at least 0, got -1"):
         call(x, bias, r, 0.1, index_offset=-1)
     with pytest.raises(TypeError, match=r"bias_dropout_add: index_offset must be an int, got float"):
@@ -349,7 +351,7 @@ def test_the_stride_of_a_dimension_of_size_1_counts_for_nothing(device, size):
     results = []
     for f in (bias_dropout_add, bias_dropout_add_reference):
         wide = x.as_strided((64, size, 1), (size, 1, 64 * size)).requires_grad_()
-        y = f(wide, None, None, 0.3, seed=3)
+        y = f(wide, None, None, 0.3, dropout_seed=3)
         (dx,) = torch.autograd.grad(y, wide, grad.as_strided((64, size, 1), (size, 1, 64 * size)))
         results.append((y, dx))
     torch.testing.assert_close(*results)

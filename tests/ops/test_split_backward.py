@@ -41,7 +41,7 @@ OPS = {
     "bias_gelu": (bias_gelu, [(H,)]),
     "bias_gelu, exact": (lambda x, b: bias_gelu(x, b, approximate="none"), [(H,)]),
     "bias_swiglu": (bias_swiglu, [(H,)]),
-    "bias_dropout_add": (lambda x, b: bias_dropout_add(x, b, x * 2, 0.5, seed=3), [(H,)]),
+    "bias_dropout_add": (lambda x, b: bias_dropout_add(x, b, x * 2, 0.5, dropout_seed=3), [(H,)]),
     "flash_attention": (lambda x, sink: flash_attention(*[heads(x)] * 3, sink=sink), [(2,)]),
     "scaled_causal_softmax": (lambda x, sink: scaled_causal_softmax(x[:H], sink=sink), [(1,)]),
     "all_gather_linear": (lambda x, w, b: all_gather_linear(x, w, b, group=None), [(8, H), (8,)]),

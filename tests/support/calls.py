@@ -34,7 +34,7 @@ def _differentiable(routing):
 CALLS = {
     "bias_gelu": (bias_gelu, (X, BIAS)),
     "bias_gelu without a bias": (bias_gelu, (X,)),
-    "bias_dropout_add": (lambda *args: bias_dropout_add(*args, 0.5, seed=3), (X, BIAS, X * 2)),
+    "bias_dropout_add": (lambda *args: bias_dropout_add(*args, 0.5, dropout_seed=3), (X, BIAS, X * 2)),
     "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r), (X, BIAS, BIAS * 3, X * 2)),
     "rms_norm": (rms_norm, (X, BIAS)),
     "bias_swiglu": (lambda x, b, w: bias_swiglu(x, b, weights=w), (X, BIAS, X[:, 0] * 2)),

@@ -89,10 +89,14 @@ def reduced(loss: Tensor, options: LossOptions, column: Tensor, saved: Tensor) -
 
 
 def _sum(loss: Tensor) -> Tensor:
-    if loss.device.type != "cpu" or loss.numel() <= _ONE_PIECE:
-        return loss.sum()
-    pieces = torch.nn.functional.pad(loss.flatten(), (0, -loss.numel() % 1024)).view(-1, 1024)
-    return pieces.sum(1).sum()
+    return sum_in_pieces(loss) if loss.is_cpu else loss.sum()
+
+
+def sum_in_pieces(t: Tensor) -> Tensor:
+    """The sum of all elements with the same bits at any thread count."""
+    while t.numel() > _ONE_PIECE:
+        t = torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 1024)).view(-1, 1024).sum(1)
+    return t.sum()
 
 
 def gradient(

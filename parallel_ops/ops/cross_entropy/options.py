@@ -93,17 +93,17 @@ def check_class_weight(
         raise ValueError(f"{op}: class_weight requires a gradient, which is not implemented; detach it")
 
 
-def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
-    """``target`` holds integer class indices and has the given shape, which is ``what``."""
+def check_target(op: str, target: Tensor, shape: torch.Size, what: str, name: str = "target") -> None:
+    """``target``, called ``name``, holds integer class indices and has the given shape, which is ``what``."""
     if not isinstance(target, Tensor):
-        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(target).__name__}")
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: target must be int64 or int32 class indices, got {target.dtype}")
+        raise TypeError(f"{op}: {name} must be int64 or int32 class indices, got {target.dtype}")
     if target.shape != shape:
-        raise ValueError(f"{op}: target must have shape {list(shape)}, {what}, got {list(target.shape)}")
+        raise ValueError(f"{op}: {name} must have shape {list(shape)}, {what}, got {list(target.shape)}")
 
 
-def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int) -> None:
+def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int, name: str = "target") -> None:
     """ValueError for a target outside the vocabulary on CPU; on CUDA the loss of such a row is NaN instead."""
     if target.device.type != "cpu":
         return
@@ -112,5 +112,5 @@ def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int) 
     if bool(bad.any()):
         row = int(bad.int().argmax())
         raise ValueError(
-            f"{op}: target {int(flat[row])} in row {row} is outside the vocabulary [0, {vocab}) and is not ignore_index"
+            f"{op}: {name} {int(flat[row])} in row {row} is outside the vocabulary [0, {vocab}) and is not ignore_index"
         )

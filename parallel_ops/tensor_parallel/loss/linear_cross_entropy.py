@@ -257,7 +257,7 @@ def linear_cross_entropy_reference(
 
 def check_linear(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    group: ProcessGroup | None, sequence_parallel: bool, chunk_bytes: int | None,
+    group: ProcessGroup | None, sequence_parallel: bool, chunk_bytes: int | None, *, target_name: str = "target",
 ) -> ChunkOptions:  # fmt: skip
     """How the logits are cut into chunks. Raises TypeError or ValueError for wrong tensors."""
     check_floating(op, "hidden", hidden)
@@ -284,8 +284,8 @@ def check_linear(
     if sequence_parallel and hidden.dim() < 2:
         raise ValueError(f"{op}: hidden must be [s / P, ..., H] with sequence_parallel, got {list(hidden.shape)}")
     shape = torch.Size((parts * hidden.shape[0], *hidden.shape[1:-1])) if parts > 1 else hidden.shape[:-1]
-    check_target(op, target, shape, "that of the whole hidden without its last dimension")
-    check_same_device(op, "target", target, "hidden", hidden)
+    check_target(op, target, shape, "that of the whole hidden without its last dimension", target_name)
+    check_same_device(op, target_name, target, "hidden", hidden)
     check_class_weight(op, class_weight, weight.shape[:1], "one element for each row of weight", "hidden", hidden)
     size = CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "cuda"] if chunk_bytes is None else chunk_bytes
     if size < 1:

@@ -82,10 +82,10 @@ def fake(
 ) -> tuple[Tensor, ...]:
     options, chunking = options_of(arguments)
     outputs = kernels.empty_outputs(weight, target, class_weight, options)
-    return *outputs, *_fake_gradients(hidden, weight, chunking, [False] * 3 if options.per_row else chunking.needs)
+    return *outputs, *fake_gradients(hidden, weight, chunking, [False] * 3 if options.per_row else chunking.needs)
 
 
-def _fake_gradients(hidden: Tensor, weight: Tensor, chunking: ChunkOptions, needs: list[bool]) -> tuple[Tensor, ...]:
+def fake_gradients(hidden: Tensor, weight: Tensor, chunking: ChunkOptions, needs: list[bool]) -> tuple[Tensor, ...]:
     sizes = (hidden.shape, weight.shape, weight.shape[:1])
     dtype_of_sum = weight_gradient_dtype(chunking, math.prod(hidden.shape[:-1]), weight)
     dtypes = (weight.dtype, dtype_of_sum, kernels.accumulation_dtype(weight.dtype))
@@ -100,7 +100,7 @@ def fake_backward(
     saved: Tensor, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _, chunking = options_of(arguments)
-    return _fake_gradients(hidden, weight, chunking, chunking.needs)
+    return fake_gradients(hidden, weight, chunking, chunking.needs)
 
 
 def flops(

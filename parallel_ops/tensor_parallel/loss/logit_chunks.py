@@ -38,15 +38,25 @@ def weight_gradient_dtype(options: ChunkOptions, rows: int, weight: Tensor) -> t
     return accumulation_dtype(weight.dtype)
 
 
+def blocks_of(z: Tensor) -> list[slice]:
+    """Quarters of the rows of a chunk of logits, for arithmetic that needs room in fp32."""
+    step = max(1, -(-z.shape[0] // 4))
+    return [slice(first, first + step) for first in range(0, z.shape[0], step)]
+
+
 class Chunks:
     """The chunks of one call. They share one buffer for logits; gradients are accumulated over them."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: ChunkOptions, widest: int) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: ChunkOptions, widest: int,
+        rows: int | None = None,
+    ) -> None:  # fmt: skip
         self._shape = hidden.shape
         self.weight, self.bias, self.options = weight, bias, options
         self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.local_rows = self.hidden.shape[0]
-        self.count = max(1, -(-self.local_rows // _max_rows(options, widest, weight)))
+        most = _max_rows(options, widest, weight) if rows is None else rows
+        self.count = max(1, -(-self.local_rows // most))
         self.rows = max(1, -(-self.local_rows // self.count))
         self._buffer: Tensor | None = None
         # Allocated at the first chunk in their full shape; the last two in the dtype of their sum.
