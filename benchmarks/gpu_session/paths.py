@@ -91,6 +91,14 @@ PATHS: tuple[GpuPath, ...] = (
         evidence="cuBLAS and the kernels of `cross_entropy`",
     ),
     GpuPath(
+        "ops", "`linear_log_probs`, `linear_kl_divergence`", "the ops, of CUDA tensors", True, "torch",
+        ops=(
+            "vocab_parallel_linear_log_probs", "vocab_parallel_linear_log_probs_backward",
+            "vocab_parallel_linear_kl_divergence", "vocab_parallel_linear_kl_divergence_backward",
+        ),
+        evidence="not run on a GPU yet; cuBLAS, torch's elementwise kernels and the kernels of `cross_entropy`",
+    ),
+    GpuPath(
         "ops", "launches repeated by launchers", '`enable_experimental("remembered_launches")`', False,
         proofs=("repeated launches",), evidence="Triton's driver replaced by one that notes every argument",
     ),

@@ -31,6 +31,14 @@ def test_two_processes_train_as_one_does():
     assert two == pytest.approx(one, abs=2e-3)
 
 
+@pytest.mark.runs
+def test_the_policy_learns_to_answer():
+    command = [sys.executable, str(ROOT / "examples" / "grpo.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", done.stdout)]
+    assert rewards[0] < 0.5 and rewards[-1] > 0.8
+
+
 def test_it_is_short():
     assert len(EXAMPLE.read_text().splitlines()) < 60
 

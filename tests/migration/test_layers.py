@@ -37,7 +37,6 @@ def of_layers(rank):
     tokens = torch.arange(S * B).view(S, B) % 10
     y = up(x)
     mine = [t.chunk(2, dim=d)[rank] for t, d in ((w1, 0), (w2, 1), (x, 0))]
-    both = F.linear(F.linear(x, w1), w2)
     part = x[rank * rows : (rank + 1) * rows]
     return [
         (comm.gather_from_group(y, group, dim=-1), F.linear(x, w1, b1)),  # gather_output

@@ -137,7 +137,7 @@ def test_dtypes_of_their_own(device, p):
         suite.check_numerics(*both(p, dropout_seed=1, index_offset=2), args, grad, slack_ulps=2)
 
 
-@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 1e-12}, {"p": 0.5, "training": False}])
+@pytest.mark.parametrize("options", [{"dropout_p": 0.0}, {"dropout_p": 1e-12}, {"dropout_p": 0.5, "training": False}])
 def test_without_dropout(device, options):
     x, bias, residual = inputs(6, 8, device=device)
     assert torch.equal(bias_dropout_add(x, bias, residual, **options), residual + (x + bias))
