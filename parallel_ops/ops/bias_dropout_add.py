@@ -261,6 +261,6 @@ _forward = register(
     backward=_autograd,
     autocast=_autocast,
     reference=lambda x, bias, residual, dtype, p, seed, index_offset, row_positions: bias_dropout_add_reference(
-        x, bias, residual, p, seed=seed, index_offset=index_offset, row_positions=row_positions
+        x, bias, residual, p, dropout_seed=seed, index_offset=index_offset, row_positions=row_positions
     ),
 )

@@ -78,6 +78,20 @@ OPS: dict[str, Rule | Callable[[dict[str, Any]], Rule]] = {
     "vocab_parallel_linear_cross_entropy": lambda given: Rule(
         {"hidden": (V,) if given["parts"] > 1 else (I,), "weight": (V,), "bias": (V,), "target": SAME}, I
     ),
+    "vocab_parallel_linear_log_probs": lambda given: Rule(
+        {"hidden": (V,) if given["parts"] > 1 else (I,), "weight": (V,), "bias": (V,), "tokens": SAME}, I
+    ),
+    # The teacher's hidden states, or its logits, which are sharded over the vocabulary.
+    "vocab_parallel_linear_kl_divergence": lambda given: Rule(
+        {
+            "hidden": (I,),
+            "weight": (V,),
+            "bias": (V,),
+            "teacher_weight": (V,),
+            "teacher": (V,) if given["teacher_weight"] is None else SAME,
+        },
+        I,
+    ),
 }
 
 # By the name of the autograd function; the last but one argument is the group's name.
@@ -93,7 +107,7 @@ FUNCTIONS: dict[str, Rule] = {
     "_Finish": Rule({"x": (V,)}, V),
 }
 # Functions of one rank, whose result has the type of the first argument.
-LOCAL = ("_Attach", "_Follow", "_Accumulating", "_Float8Linear", "_Overwritten", "_GradientOverLogits")
+LOCAL = ("_Attach", "_Follow", "_Accumulating", "_Float8Linear", "_Overwritten")
 
 
 class Axes:

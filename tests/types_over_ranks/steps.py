@@ -71,8 +71,8 @@ def _forward(model: Transformer, mesh: ParallelMesh, plan: Plan, stage: int | No
             spmd.assert_type(value, whole)
         if stage:
             with spmd.no_typecheck():
-                options["stream"] = torch.randn(model.stream_shape(*tokens.shape), requires_grad=True)
-            spmd.assert_type(options["stream"], stream)
+                options["hidden_states"] = torch.randn(model.stream_shape(*tokens.shape), requires_grad=True)
+            spmd.assert_type(options["hidden_states"], stream)
         out: Tensor = model(tokens, targets, **options)
         last = stage is None or stage == cut(config.num_layers, plan).count - 1
         _expect(out, whole if last else stream, axes)

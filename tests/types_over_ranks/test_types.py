@@ -70,7 +70,7 @@ def _settings(draw: random.Random, data: Path, world: int) -> Settings:
 # What goes wrong elsewhere, as code, by the type of x over tp: where it stands in a model.
 def _unsummed_norm(mesh: ParallelMesh, x: torch.Tensor) -> object:
     """A norm over this rank's tokens whose weight gradients nobody sums."""
-    return Norm(8, mesh=mesh["tp"], sequence_parallel=False)(x)
+    return Norm(8, tp_mesh=mesh["tp"], sequence_parallel=False)(x)
 
 
 def _unsummed_input(mesh: ParallelMesh, x: torch.Tensor) -> object:
@@ -108,11 +108,11 @@ def _copied_twice(mesh: ParallelMesh, x: torch.Tensor) -> object:
 
 
 def _column_of_parts(mesh: ParallelMesh, x: torch.Tensor) -> object:
-    return ColumnParallelLinear(8, 8, mesh=mesh["tp"])(x)
+    return ColumnParallelLinear(8, 8, tp_mesh=mesh["tp"])(x)
 
 
 def _row_of_the_whole(mesh: ParallelMesh, x: torch.Tensor) -> object:
-    return RowParallelLinear(16, 8, mesh=mesh["tp"], sequence_parallel=True)(x)
+    return RowParallelLinear(16, 8, tp_mesh=mesh["tp"], sequence_parallel=True)(x)
 
 
 def _over(mesh: ParallelMesh, kind: object) -> dict:
