@@ -189,7 +189,7 @@ class Experts(ShardedModule):
     def forward(
         self, under_way: Sequence[Sequence[Tensor]], dispatched: Dispatch, modes: Sequence[Any] = ()
     ) -> list[Tensor]:
-        """What the experts compute, on its way back: ``dispatched.combine`` takes it.
+        """The results of the experts, on their way back: ``dispatched.combine`` takes it.
 
         Args:
             under_way: those of ``dispatched``, which brings the rows, ``[r, hidden_size]`` for each chunk, and their
@@ -225,7 +225,7 @@ class Experts(ShardedModule):
         return grouped_linear(y, down, ends, bias=down_bias, **self._targets(self.down))
 
     def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Where the gradient of a weight goes if it is deferred."""
+        """The target of a weight's gradient if it is deferred."""
         if self.deferred is None or self.copies or not parameter.requires_grad:
             return {}
         return {"main_grad": GradientOf(parameter), "deferred": self.deferred}

@@ -51,7 +51,7 @@ def column_linears(
     first = linears[0]
     check_input(type(first).__name__, x, first.weight)
     targets = [linear.weight_gradient() for linear in linears]
-    # Of what is whole on every rank, a rank has the gradient of the rows that it uses.
+    # A replicated weight used in part has a partial gradient, summed over ranks.
     partial = [linear.rows is not None for linear in linears]
     of_weights = [part and target is None for part, target in zip(partial, targets, strict=True)]
     both = [linear.weight for linear in linears], [linear.bias for linear in linears]

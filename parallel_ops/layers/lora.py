@@ -91,7 +91,7 @@ def column_adapters(
     sequence_parallel: bool,
     sizes: Sequence[int] | None,
 ) -> list[Tensor | None]:
-    """What the adapters of column-parallel linears with one input add to their outputs; ``None`` where there is none.
+    """The terms that adapters of column-parallel linears with one input add; ``None`` for a linear without one.
 
     Args:
         rows: this rank's rows of a B that is whole on every rank; ``None`` if it is sharded.
@@ -125,7 +125,7 @@ def column_adapters(
 
 
 def row_adapter(x: Tensor, adapter: LoraAdapter, *, sequence_parallel: bool, sizes: Sequence[int] | None) -> Tensor:
-    """What the adapter of a row-parallel linear adds to its reduced output.
+    """The term that the adapter of a row-parallel linear adds to its reduced output.
 
     Args:
         sizes: with ``sequence_parallel``, the rows of the result on every rank; ``None`` for equal parts.

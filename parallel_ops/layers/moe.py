@@ -164,7 +164,7 @@ class ParallelMoE(ShardedModule):
             split = shard_sizes(flat.shape[0], self.ranks)
             flat = scatter_to_group(flat, self.group, sizes=split)
         routing = self.router(flat)
-        # Of the rank with the most tokens: all must have the same capacity.
+        # The rank with the most tokens sets the capacity, which must be the same on all.
         rows = max(split) if split else flat.shape[0] if sizes is None else max(sizes) * x.shape[1:-1].numel()
         experts, capacity = self.router.num_experts, self._capacity(rows)
         # The bias of an expert's result counts with the token's weight too.

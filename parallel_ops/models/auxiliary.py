@@ -15,7 +15,7 @@ from parallel_ops.pipeline_parallel.loads import Place
 
 
 class Model(Protocol):
-    """What is needed of a ``Transformer``."""
+    """The parts of a ``Transformer`` that are read here."""
 
     config: TransformerConfig
     context: Context
@@ -25,7 +25,7 @@ class Model(Protocol):
 
 
 def auxiliary_losses(model: Model, scale: Tensor | float | None, loads: Place | None = None) -> AuxiliaryLosses | None:
-    """Where the layers with experts put their auxiliary losses in a forward; ``None`` if there are none.
+    """The auxiliary losses of the layers with experts in a forward; ``None`` if there are none.
 
     Args:
         scale, loads: see ``Transformer.forward``.

@@ -10,7 +10,7 @@ from parallel_ops.pipeline_parallel.cut import Stages
 
 
 class Model(Protocol):
-    """What the checks read of a ``Transformer``."""
+    """The parts of a ``Transformer`` that the checks read."""
 
     config: TransformerConfig
     context: Context

@@ -160,7 +160,7 @@ class YarnScaling:
 
     @property
     def rotary_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -169,7 +169,7 @@ class YarnScaling:
 
     @property
     def softmax_factor(self) -> float:
-        """What the scores of latent attention are multiplied by besides, as DeepSeek-V2 has it: its rotary part alone
+        """The further factor of the scores of latent attention, as DeepSeek-V2 has it: its rotary part alone
         gets ``rotary_factor``. 1 without ``mscale_all_dim``; no other attention applies it."""
         return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
@@ -186,7 +186,7 @@ RotaryScaling = LinearScaling | YarnScaling | Llama3Scaling | DynamicScaling
 
 
 class Config(Protocol):
-    """What the angles depend on of a ``TransformerConfig``."""
+    """The fields of a ``TransformerConfig`` that set the angles."""
 
     @property
     def rotary_base(self) -> float: ...

@@ -179,7 +179,7 @@ def _fake_backward(
     return dx, grad.new_empty(0) if bias_dtype is None else grad.new_empty(grad.shape[-1], dtype=bias_dtype)
 
 
-def _cuda(
+def forward(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -226,13 +226,13 @@ def _cuda_backward(
     return dx, dbias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, _, _, ctx.p, seed, ctx.index_offset, row_positions = inputs
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(seed, row_positions)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Autograd itself casts gradients to the dtypes of their tensors."""
     seed, row_positions = ctx.saved_tensors
     for_x, for_bias, for_residual = ctx.needs_input_grad[:3]
@@ -256,9 +256,9 @@ _inplace = register("bias_dropout_add_", cuda=_cuda_inplace)
 _forward = register(
     "bias_dropout_add",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     autocast=_autocast,
     reference=lambda x, bias, residual, dtype, p, seed, index_offset, row_positions: bias_dropout_add_reference(
         x, bias, residual, p, dropout_seed=seed, index_offset=index_offset, row_positions=row_positions

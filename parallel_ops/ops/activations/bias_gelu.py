@@ -72,7 +72,7 @@ def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> 
     return x.new_empty(x.shape), empty_like_or_none(bias, x)
 
 
-def _cuda(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+def forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     from parallel_ops.triton_kernels import activations as kernels
 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -89,12 +89,12 @@ def _cuda_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> 
     return dx, dbias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, bool], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, bool], output: Tensor) -> None:
     x, bias, ctx.tanh = inputs
     ctx.save_for_backward(x, bias)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, bias = ctx.saved_tensors
     for_x, for_bias = now = requested(ctx)[:2]
     dx, dbias = _backward(grad, x, kept_parameter(ctx, "bias_gelu", "bias", bias, 1, now), ctx.tanh)
@@ -105,9 +105,9 @@ _backward = register("bias_gelu_backward", fake=_fake_backward, cuda=_cuda_backw
 _forward = register(
     "bias_gelu",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     autocast=cast_to_autocast_dtype,
     reference=lambda x, bias, tanh: bias_gelu_reference(x, bias, approximate="tanh" if tanh else "none"),
 )

@@ -98,7 +98,7 @@ def _fake_backward(
     return x.new_empty(x.shape), empty_like_or_none(bias, x), empty_like_or_none(weights, x)
 
 
-def _cuda(
+def forward(
     x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float,
     interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -129,12 +129,12 @@ def _gate_and_up(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (x, x) if interleaved else (x[..., :half], x[..., half:])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, weights, *ctx.options = inputs
     ctx.save_for_backward(x, bias, weights)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias, weights = ctx.saved_tensors
     for_x, for_bias, for_weights = now = requested(ctx)[:3]
     bias = kept_parameter(ctx, "bias_swiglu", "bias", bias, 1, now)
@@ -147,9 +147,9 @@ _backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_bac
 _forward = register(
     "bias_swiglu",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     autocast=cast_first(2),
     reference=lambda x, bias, weights, alpha, limit, up_offset, interleaved: bias_swiglu_reference(
         x, bias, weights=weights, interleaved=interleaved, alpha=alpha, limit=limit, up_offset=up_offset

@@ -152,7 +152,7 @@ def _fake_backward(
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape), empty_like_or_none(weights, gate)
 
 
-def _launch(gate: Tensor, up: Tensor, weights: Tensor | None, activation: str, **options: float | None) -> Tensor:
+def forward(gate: Tensor, up: Tensor, weights: Tensor | None, activation: str, **options: float | None) -> Tensor:
     from parallel_ops.triton_kernels import activations as kernels
 
     y = _fake(gate, up, weights)
@@ -174,7 +174,7 @@ def _launch_backward(
 def _silu_cuda(
     gate: Tensor, up: Tensor, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
 ) -> Tensor:
-    return _launch(gate, up, weights, "silu", alpha=alpha, limit=limit, up_offset=up_offset)
+    return forward(gate, up, weights, "silu", alpha=alpha, limit=limit, up_offset=up_offset)
 
 
 def _silu_cuda_backward(
@@ -184,7 +184,7 @@ def _silu_cuda_backward(
 
 
 def _gelu_cuda(gate: Tensor, up: Tensor, weights: Tensor | None, tanh: bool) -> Tensor:
-    return _launch(gate, up, weights, "gelu tanh" if tanh else "gelu")
+    return forward(gate, up, weights, "gelu tanh" if tanh else "gelu")
 
 
 def _gelu_cuda_backward(
@@ -193,23 +193,23 @@ def _gelu_cuda_backward(
     return _launch_backward(grad, gate, up, weights, "gelu tanh" if tanh else "gelu")
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate, up, weights, *ctx.options = inputs
     ctx.save_for_backward(gate, up, weights)
 
 
-def _gradients(op: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(op: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate, up, weights = ctx.saved_tensors
     dgate, dup, dweights = op(grad, gate, up, weights, *ctx.options)
     return dgate, dup, None if weights is None else dweights, *(None for _ in ctx.options)
 
 
 def _silu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradients(_silu_backward, ctx, grad)
+    return backward(_silu_backward, ctx, grad)
 
 
 def _gelu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradients(_gelu_backward, ctx, grad)
+    return backward(_gelu_backward, ctx, grad)
 
 
 _silu_backward = register("silu_mul_backward", fake=_fake_backward, cuda=_silu_cuda_backward)
@@ -217,7 +217,7 @@ _silu_forward = register(
     "silu_mul",
     fake=_fake,
     cuda=_silu_cuda,
-    setup_context=_setup_context,
+    setup_context=setup_context,
     backward=_silu_autograd,
     autocast=cast_first(2),
     reference=lambda gate, up, weights, alpha, limit, up_offset: silu_mul_reference(
@@ -229,7 +229,7 @@ _gelu_forward = register(
     "gelu_mul",
     fake=_fake,
     cuda=_gelu_cuda,
-    setup_context=_setup_context,
+    setup_context=setup_context,
     backward=_gelu_autograd,
     autocast=cast_first(2),
     reference=lambda gate, up, weights, tanh: gelu_mul_reference(

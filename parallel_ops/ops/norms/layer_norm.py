@@ -148,7 +148,7 @@ def _fake_backward(
     return *empty_gradients(grad, x, needs_x), dweight, dbias
 
 
-def _cuda(
+def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
 ) -> _Four:
     from parallel_ops.triton_kernels.norms import layer_norm as kernels
@@ -182,7 +182,7 @@ def _cuda_backward(
     return out
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
     x, weight, bias, residual, _, ctx.zero_centered = inputs
     _, total, mean, rstd = output
     ctx.dtype, ctx.has_residual = x.dtype, residual is not None
@@ -191,7 +191,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
     ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
 
 
-def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, mean, rstd = ctx.saved_tensors
     grad = unused_gradient(x, ctx.dtype) if grad is None else grad
     grad_sum = grad_sum if ctx.has_residual else None
@@ -212,9 +212,9 @@ _backward = register("layer_norm_backward", fake=_fake_backward, cuda=_cuda_back
 _forward = register(
     "layer_norm",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     differentiable=2,
     autocast=in_dtype_of_stream(residual=3, parameters=(1, 2)),
     reference=lambda x, weight, bias, residual, eps, zero_centered: layer_norm_reference(

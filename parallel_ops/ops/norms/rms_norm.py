@@ -119,7 +119,7 @@ def _fake_backward(
     return *empty_gradients(grad, x, needs_x), empty_like_parameter(weight, x, needs_weight)
 
 
-def _cuda(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
+def forward(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
     from parallel_ops.triton_kernels.norms import rms_norm as kernels
 
     y, total, rstd = out = _fake(x, weight, residual, eps, zero_centered)
@@ -140,7 +140,7 @@ def _cuda_backward(
     return out
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
     x, weight, residual, _, ctx.zero_centered = inputs
     _, total, rstd = output
     ctx.dtype, ctx.has_residual = x.dtype, residual is not None
@@ -149,7 +149,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
     ctx.save_for_backward(x if residual is None else total, weight, rstd)
 
 
-def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors
     grad = unused_gradient(x, ctx.dtype) if grad is None else grad
     grad_sum = grad_sum if ctx.has_residual else None
@@ -165,9 +165,9 @@ _backward = register("rms_norm_backward", fake=_fake_backward, cuda=_cuda_backwa
 _forward = register(
     "rms_norm",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     differentiable=2,
     autocast=in_dtype_of_stream(residual=2, parameters=(1,)),
     reference=lambda x, weight, residual, eps, zero_centered: rms_norm_reference(

@@ -1,4 +1,4 @@
-"""What ``layer_norm`` and ``rms_norm`` share: argument checks, shapes of the outputs, and the autocast rule."""
+"""Shared by ``layer_norm`` and ``rms_norm``: argument checks, shapes of the outputs, and the autocast rule."""
 
 from collections.abc import Callable
 from typing import Any

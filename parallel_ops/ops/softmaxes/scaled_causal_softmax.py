@@ -102,7 +102,7 @@ def _fake_backward(
     return y.new_empty(y.shape), empty_row_values(y, sink_share is not None)
 
 
-def _cuda(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def forward(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
 
     y, sink_share = out = _fake(scores, sink, scale, window)
@@ -120,7 +120,7 @@ def _cuda_backward(
     return out
 
 
-def _setup_context(
+def setup_context(
     ctx: Any, inputs: tuple[Tensor, Tensor | None, float, int | None], output: tuple[Tensor, Tensor]
 ) -> None:
     _, sink, ctx.scale, ctx.window = inputs
@@ -130,7 +130,7 @@ def _setup_context(
     ctx.save_for_backward(y, None if sink is None else sink_share)
 
 
-def _autograd(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     y, sink_share = ctx.saved_tensors
     dx, by_row = _backward(grad, y, sink_share, ctx.scale, ctx.window)
     return dx, None if ctx.heads is None else sink_gradient(by_row, y, ctx.heads), None, None
@@ -140,9 +140,9 @@ _backward = register("scaled_causal_softmax_backward", fake=_fake_backward, cuda
 _forward = register(
     "scaled_causal_softmax",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     differentiable=1,
     reference=lambda scores, sink, scale, window: scaled_causal_softmax_reference(
         scores, scale, window=window, sink=sink

@@ -144,7 +144,7 @@ def _fake_backward(grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: fl
     return y.new_empty(y.shape), empty_row_values(y, sink_share is not None)
 
 
-def _cuda(scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def forward(scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
 
     y, sink_share = out = _fake(scores, mask, sink, scale)
@@ -160,7 +160,7 @@ def _cuda_backward(grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: fl
     return out
 
 
-def _setup_context(
+def setup_context(
     ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None, float], output: tuple[Tensor, Tensor]
 ) -> None:
     _, mask, sink, ctx.scale = inputs
@@ -171,7 +171,7 @@ def _setup_context(
     ctx.save_for_backward(y, None if sink is None else sink_share)
 
 
-def _autograd(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     y, sink_share = ctx.saved_tensors
     dx, by_row = _backward(grad, y, sink_share, ctx.scale)
     dmask = None
@@ -189,9 +189,9 @@ _backward = register("scaled_masked_softmax_backward", fake=_fake_backward, cuda
 _forward = register(
     "scaled_masked_softmax",
     fake=_fake,
-    cuda=_cuda,
-    setup_context=_setup_context,
-    backward=_autograd,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=backward,
     differentiable=1,
     reference=lambda scores, mask, sink, scale: scaled_masked_softmax_reference(scores, mask, scale, sink=sink),
 )

@@ -1,4 +1,4 @@
-"""What the softmaxes share: checks, the sink and its gradient, and the reference of a softmax with true infinities."""
+"""Shared by the softmaxes: checks, the sink and its gradient, and the reference of a softmax with true infinities."""
 
 import math
 

@@ -181,7 +181,7 @@ class GroupCall:
         otherwise some ranks would measure, and wait for the others.
         """
         over = transport.capabilities.name
-        # What a backward sends depends on which parameters need gradients.
+        # The messages of a backward depend on which parameters need gradients.
         flags = tuple(self.needs), self.exact, self.partial_bias
         options: tuple[object, ...] = (tuple(self.sizes), self.overlap, flags, over)
         chosen = self.overlap == SYMMETRIC or (self.overlap == AUTO and x.is_cuda)
