@@ -107,7 +107,9 @@ def _links(op: str, count: int, device: torch.device) -> list[Link]:
         "layer_norm": lambda: _with(layer_norm, of_cols, of_cols, device=device),
         "bias_gelu": lambda: _with(bias_gelu, of_cols, device=device),
         "silu_mul": lambda: _with(silu_mul, (_TOKENS, _COLS), device=device),
-        "bias_dropout_add": lambda: _with(bias_dropout_add, of_cols, (_TOKENS, _COLS), device=device, p=0.1, seed=7),
+        "bias_dropout_add": lambda: _with(
+            bias_dropout_add, of_cols, (_TOKENS, _COLS), device=device, dropout_p=0.1, dropout_seed=7
+        ),
         "rotary_embedding": lambda: _rotary(device),
         "flash_attention": lambda: _attention(device, backend="triton"),
         "flash_attention, auto": lambda: _attention(device),
