@@ -2,8 +2,8 @@
 
 import pytest
 
-from support import distributed, failures
-from support.distributed import NotFormed, Ranks
+from support.ranks import distributed, failures
+from support.ranks.distributed import NotFormed, Ranks
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Tile:
 def tile(launch: Any, capability: int) -> Tile:
     """The tile of a recorded launch."""
     from ptx import aot
-    from support.attention_launches import loops_with_products
+    from support.numerics.attention_launches import loops_with_products
 
     constants, warps = dict(launch.constants), dict(launch.options)["num_warps"]
     loop = loops_with_products(aot.compile_for(launch, capability))[0]

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from ptx import aot, machine_code
 from ptx.execution import compiled, executed, ops_launch_kernels
-from ptx.global_memory import meta_values
+from ptx.memory.global_memory import meta_values
 from ptx.report import Report
 
 # Programs of a launch that are run: enough that first, last and those between count (causal rows differ in length).

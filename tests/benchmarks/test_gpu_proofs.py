@@ -13,10 +13,10 @@ from benchmarks.gpu_session.proofs import proofs
 from benchmarks.harness import results
 from benchmarks.harness.processes import Processes
 from parallel_ops._internal.dispatch.registration import cuda_kernels
-from parallel_ops.ops.attention.backends import NAMES
+from parallel_ops.ops.attention.options import BACKENDS
 from parallel_ops.planner.plan import SCHEDULES
 from parallel_ops.triton_kernels import experimental
-from support.answers import answer
+from support.ranks.answers import answer
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_the_page_has_every_path_of_the_code():
     assert named == set(cuda_kernels)
     text = " ".join(f"{path.name} {path.chosen_by}" for path in PATHS)
     assert all(f'overlap="{name}"' in text for name in ("off", "symmetric"))
-    assert all(f'backend="{name}"' in text for name in NAMES if name != "auto")
+    assert all(f'backend="{name}"' in text for name in BACKENDS if name != "auto")
     assert all(f"`{name}`" in text for name in SCHEDULES)
     assert all(f'enable_experimental("{name}")' in text for name in experimental.FEATURES)
     every = proofs()

@@ -17,7 +17,7 @@ from benchmarks.harness.measure import Settings
 from benchmarks.harness.memory import peak_bytes
 from benchmarks.harness.timing import Rounds
 from benchmarks.parallel import overlap, ring_attention
-from support.suite import DEVICES
+from support.numerics.suite import DEVICES
 
 CPU = torch.device("cpu")
 OPS = ops.every()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.harness import results
 from benchmarks.parallel import overlap
 from benchmarks.parallel.overlap import Row, app, gemms
-from support.loopback import LoopbackGroup
+from support.transports.loopback import LoopbackGroup
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from benchmarks.harness import results
 from benchmarks.parallel import ring_attention
 from benchmarks.parallel.ring_attention import Row, Shape, app
-from support.loopback import LoopbackGroup
+from support.transports.loopback import LoopbackGroup
 
 SMALL = Shape(tokens=12, heads=4, kv_heads=2, head_dim=8)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_ops import comm
-from support import collectives
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.transports import collectives
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -9,8 +9,8 @@ import torch
 from parallel_ops import comm
 from parallel_ops._internal.distributed import groups as _group
 from parallel_ops.comm import consistency
-from support import collectives
-from support.distributed import Raised, ranks
+from support.ranks.distributed import Raised, ranks
+from support.transports import collectives
 
 
 def messages(size, op, shapes, options=None):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from parallel_ops.comm.errors import translate_backend_errors
-from support import failures
-from support.distributed import Raised, Ranks, ranks
+from support.ranks import failures
+from support.ranks.distributed import Raised, Ranks, ranks
 
 TIMEOUT = 0.5
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 
 from parallel_ops import ParallelMesh
-from support import mesh
-from support.distributed import Raised, ranks
+from support.ranks import mesh
+from support.ranks.distributed import Raised, ranks
 
 PARTS = {
     **{name: (name,) for name in mesh.DIMENSIONS},

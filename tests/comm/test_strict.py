@@ -6,9 +6,10 @@ import torch.distributed as dist
 
 pytest.importorskip("pydantic")
 
-from support import every_op, strict
-from support import trainer as runs
-from support.distributed import Raised, ranks
+from support.numerics import every_op
+from support.ranks.distributed import Raised, ranks
+from support.runs import trainer as runs
+from support.transports import strict
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.comm.sum_partials import sum_partials, sum_partials_reference
-from support import suite
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.sum_partials.default

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence, token_ranges
-from support.distributed import ranks
+from support.ranks.distributed import ranks
 
 KINDS = ("zigzag", "striped", "contiguous")
 kinds = st.sampled_from(KINDS)

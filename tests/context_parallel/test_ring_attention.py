@@ -15,9 +15,9 @@ from parallel_ops.comm import use_transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.context_parallel import SequenceLayout, ring_attention_algorithm, ring_attention_reference
 from parallel_ops.ops.attention.options import AttentionOptions
-from support import suite
-from support.context_parallel import SEED, Case, inputs, joined, oracle
-from support.distributed import ranks
+from support.numerics import suite
+from support.parallelism.context_parallel import SEED, Case, inputs, joined, oracle
+from support.ranks.distributed import ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 LAYOUTS = ("zigzag", "striped", "contiguous")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parallel_ops import ring_attention
 from parallel_ops.ops.attention import block_causal_ranges
-from support.context_parallel import inputs
-from support.distributed import Raised, Ranks, ranks
+from support.parallelism.context_parallel import inputs
+from support.ranks.distributed import Raised, Ranks, ranks
 
 
 def mismatched(rank: int, what: str) -> None:

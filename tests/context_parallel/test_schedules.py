@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parallel_ops.comm.transport.base import Send
 from parallel_ops.context_parallel import cost, token_ranges
 from parallel_ops.context_parallel.schedule import blocks as _blocks
-from support.context_parallel import Case, joined, oracle, shared
-from support.loopback import LoopbackGroup
+from support.parallelism.context_parallel import Case, joined, oracle, shared
+from support.transports.loopback import LoopbackGroup
 
 KINDS = ("zigzag", "striped", "contiguous")
 

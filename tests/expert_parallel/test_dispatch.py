@@ -5,8 +5,8 @@ import torch
 
 from parallel_ops.expert_parallel import AuxiliaryLosses, update_selection_bias
 from parallel_ops.ops import load_balancing_loss, route
-from support import expert_parallel as on_rank
-from support.distributed import ranks
+from support.parallelism import expert_parallel as on_rank
+from support.ranks.distributed import ranks
 
 
 def expected(got, capacity):

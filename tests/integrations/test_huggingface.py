@@ -13,9 +13,18 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from parallel_ops.integrations import huggingface
-from support.distributed import ranks
-from support.huggingface import LENGTH, VOCAB, fully_sharded_steps
-from support.huggingface_models import CONFIGS, EXPERTS, OLD, assert_same, assert_same_step, batch, model_of, step
+from support.integrations.huggingface import LENGTH, VOCAB, fully_sharded_steps
+from support.integrations.huggingface_models import (
+    CONFIGS,
+    EXPERTS,
+    OLD,
+    assert_same,
+    assert_same_step,
+    batch,
+    model_of,
+    step,
+)
+from support.ranks.distributed import ranks
 
 families = pytest.mark.parametrize("family", CONFIGS)
 kinds = pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])

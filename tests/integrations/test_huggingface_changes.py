@@ -13,8 +13,8 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
 from parallel_ops.integrations import huggingface
-from support.huggingface import LENGTH
-from support.huggingface_models import OLD, assert_same, assert_same_step, batch, model_of, step
+from support.integrations.huggingface import LENGTH
+from support.integrations.huggingface_models import OLD, assert_same, assert_same_step, batch, model_of, step
 
 STOCK_LOSS = loss_utils.LOSS_MAPPING["ForCausalLM"]
 ATTENTION = modeling_utils.ALL_ATTENTION_FUNCTIONS

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from parallel_ops.integrations import huggingface
-from support.huggingface import LENGTH, SIZES, VOCAB
-from support.huggingface_models import EXPERTS, OLD, assert_same, assert_same_step, batch, model_of, step
+from support.integrations.huggingface import LENGTH, SIZES, VOCAB
+from support.integrations.huggingface_models import EXPERTS, OLD, assert_same, assert_same_step, batch, model_of, step
 
 families = pytest.mark.parametrize("family", EXPERTS)
 stacked = pytest.mark.skipif(OLD, reason="before Transformers 5 experts have separate weights")

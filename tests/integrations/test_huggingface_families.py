@@ -11,9 +11,9 @@ import transformers
 
 from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
-from support.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
-from support.huggingface_hybrids import HYBRIDS
-from support.huggingface_models import CONFIGS, OLD, batch, step
+from support.integrations.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
+from support.integrations.huggingface_hybrids import HYBRIDS
+from support.integrations.huggingface_models import CONFIGS, OLD, batch, step
 
 families = pytest.mark.parametrize("family", DENSE)
 TOLERANCE = 3e-6

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from parallel_ops.integrations import huggingface
-from support.huggingface_models import CONFIGS, OLD, assert_same, assert_same_step, batch, model_of, step
+from support.integrations.huggingface_models import CONFIGS, OLD, assert_same, assert_same_step, batch, model_of, step
 
 LOSS = "vocab_parallel_linear_cross_entropy"
 kinds = pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])

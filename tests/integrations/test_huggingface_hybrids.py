@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from parallel_ops.integrations import huggingface
-from support.huggingface_hybrids import HYBRIDS, SENSITIVE, hybrid_of, table
-from support.huggingface_models import batch
+from support.integrations.huggingface_hybrids import HYBRIDS, SENSITIVE, hybrid_of, table
+from support.integrations.huggingface_models import batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
@@ -45,6 +45,6 @@ def test_logits_losses_gradients_and_tokens_are_those_of_stock(family):
 
 @pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the table is that of Transformers 5.23.0")
 def test_the_table_of_the_page():
-    """Printed by ``python -m support.huggingface_hybrids`` in ``tests``."""
+    """Printed by ``python -m support.integrations.huggingface_hybrids`` in ``tests``."""
     rows = table()
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)

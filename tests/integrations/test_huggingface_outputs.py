@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.utils import _apply_to_tensors
 
 from parallel_ops.integrations import huggingface
-from support.huggingface_models import OLD, batch, model_of
+from support.integrations.huggingface_models import OLD, batch, model_of
 
 families = pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 

@@ -16,9 +16,9 @@ from transformers.models.mixtral import modeling_mixtral
 
 from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface import _formulas
-from support.huggingface import VOCAB
-from support.huggingface_families import DENSE, config_of
-from support.huggingface_models import OLD, assert_same_step, batch, model_of, step
+from support.integrations.huggingface import VOCAB
+from support.integrations.huggingface_families import DENSE, config_of
+from support.integrations.huggingface_models import OLD, assert_same_step, batch, model_of, step
 
 LM = "vocab_parallel_linear_cross_entropy"
 STOCK_ROTATION = modeling_llama.apply_rotary_pos_emb

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.distributed import ranks
+from support.ranks.distributed import ranks
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -16,8 +16,8 @@ from megatron.core.transformer import TransformerConfig
 
 from parallel_ops.integrations import megatron
 from parallel_ops.integrations.megatron.determinism import _environment
-from support import megatron as trained
-from support.megatron import Case
+from support.integrations import megatron as trained
+from support.integrations.megatron import Case
 
 RECORDED = Path(__file__).parent / "recorded_losses.json"
 # What Megatron's deterministic mode asks to switch off is on: the fused loss, and the overlap of the linears (spec).

@@ -14,9 +14,9 @@ from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 
 from parallel_ops import ops
 from parallel_ops.integrations import megatron
-from support import megatron as trained
-from support.distributed import ranks
-from support.megatron import Case
+from support.integrations import megatron as trained
+from support.integrations.megatron import Case
+from support.ranks.distributed import ranks
 
 LATER = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.17
 

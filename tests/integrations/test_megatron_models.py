@@ -5,13 +5,13 @@ import importlib.util
 import pytest
 import torch
 
-from support.distributed import ranks
+from support.ranks.distributed import ranks
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-from support import megatron as trained
-from support.megatron import Case
+from support.integrations import megatron as trained
+from support.integrations.megatron import Case
 
 SEQUENCE = {"sequence_parallel": True}
 FUSED = {"gradient_accumulation_fusion": True}

@@ -6,8 +6,8 @@ import torch
 from parallel_ops.ops import bias_dropout_add_reference
 from ptx import aot
 from ptx.kernels import aot_cases, check_compiled, differentiable, meta, poisoned
-from support import suite
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.suite import randn
 
 SEED = 0x0123_4567_89AB_CDEF
 

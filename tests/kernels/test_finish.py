@@ -15,7 +15,7 @@ from parallel_ops.triton_kernels import bias_dropout_add as dropout_kernels  # n
 from parallel_ops.triton_kernels.experts import route as route_kernels  # noqa: E402
 from parallel_ops.triton_kernels.norms import backward as norm_backward  # noqa: E402
 from ptx.execution import executed, ops_launch_kernels  # noqa: E402
-from support.suite import randn  # noqa: E402
+from support.numerics.suite import randn  # noqa: E402
 
 ONE_LAUNCH = ["bias_gelu", "bias_swiglu", "silu_mul", "bias_dropout_add", "layer_norm", "rms_norm", "rotary_embedding"]
 

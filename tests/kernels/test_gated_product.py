@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("triton")
 
 from parallel_ops.triton_kernels import gated_product as kernels
-from ptx import aot, arrivals, execution, proxies
+from ptx import aot, execution
 from ptx.execution import executed, unwritten
 from ptx.kernels import meta
+from ptx.memory import arrivals, proxies
 from ptx.program import parse
 from ptx.values import Fault
-from support.attention_launches import loops_with_products
-from support.suite import randn
+from support.numerics.attention_launches import loops_with_products
+from support.numerics.suite import randn
 
 BF16 = torch.bfloat16
 SHARDS, OWN, READY = 3, 1, 7

@@ -14,7 +14,7 @@ tl = pytest.importorskip("triton.language")
 
 from parallel_ops.triton_kernels import _launch  # noqa: E402
 from parallel_ops.triton_kernels._launch import launch  # noqa: E402
-from support import launch_driver  # noqa: E402
+from support.transports import launch_driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="needs compiled kernels")
 

@@ -9,7 +9,7 @@ from parallel_ops.triton_kernels import _launch, activations, bias_dropout_add, 
 from parallel_ops.triton_kernels.attention import flash_attention  # noqa: E402
 from parallel_ops.triton_kernels.experts import permute  # noqa: E402
 from parallel_ops.triton_kernels.norms import backward, forward  # noqa: E402
-from support import launch_driver  # noqa: E402
+from support.transports import launch_driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="needs compiled kernels")
 

@@ -5,9 +5,9 @@ from parallel_ops.ops import rotary_embedding_reference
 from ptx import aot
 from ptx.execution import rerun
 from ptx.kernels import check_compiled, differentiable, meta, poisoned
-from support import suite
-from support.rotary import angles
-from support.suite import DTYPES, randn
+from support.numerics import suite
+from support.numerics.rotary import angles
+from support.numerics.suite import DTYPES, randn
 
 
 def launches(dtype, dims, rotated):

@@ -5,7 +5,7 @@ from parallel_ops.comm.sum_partials import sum_partials, sum_partials_reference
 from ptx import aot
 from ptx.execution import rerun
 from ptx.kernels import aot_cases, check_compiled, meta, poisoned
-from support.suite import randn
+from support.numerics.suite import randn
 
 
 def launches(dtype, cols, counts=(8, 3, 32)):

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ops import ParallelMesh, vocab_parallel_linear_cross_entropy
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
-from support.distributed import Raised, ranks
-from support.layers import local, mesh_of, set_handles, whole
+from support.parallelism.layers import local, mesh_of, set_handles, whole
+from support.ranks.distributed import Raised, ranks
 
 VOCAB, HIDDEN, LENGTH, BATCH = 31, 32, 8, 4  # no number of ranks divides the vocabulary
 
@@ -172,7 +172,7 @@ def copies(rank: int, layout: str) -> bool:
 def only_inputs(rank: int, main: bool) -> tuple[float, int]:
     """(what is in every main_grad, what the queue holds) after a backward that asks for the input's gradient alone."""
     from parallel_ops.tensor_parallel import DeferredWeightGradients
-    from support.layers import build
+    from support.parallelism.layers import build
 
     layer, queue = build("llama", sequence_parallel=True), DeferredWeightGradients()
     linears = set_handles(layer, None if main else queue, main)

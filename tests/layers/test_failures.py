@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.distributed import COLLECTIVE_SECONDS, ranks
-from support.layers import HIDDEN, VOCAB, angles, build
+from support.parallelism.layers import HIDDEN, VOCAB, angles, build
+from support.ranks.distributed import COLLECTIVE_SECONDS, ranks
 
 BLOCKS = ["layer", "llama", "attention", "gelu", "swiglu"]
 SHAPES = {"layer": "[s, b, 16]", "llama": "[s, b, 16]", "attention": "[s, b, 16]"}

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import layers
 from parallel_ops.layers import core_attention
-from support import layers as on_rank
-from support.distributed import Raised, ranks
-from support.layers import HEADS, HIDDEN, KINDS, VOCAB, build, local, mesh_of, tp_mesh, whole
+from support.parallelism import layers as on_rank
+from support.parallelism.layers import HEADS, HIDDEN, KINDS, VOCAB, build, local, mesh_of, tp_mesh, whole
+from support.ranks.distributed import Raised, ranks
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 groups = pytest.mark.parametrize("size", [2, 4])

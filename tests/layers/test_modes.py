@@ -7,8 +7,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from support.distributed import ranks
-from support.layers import _BUILDERS, FEATURES_IN, KINDS, angles, build, inputs, local, set_handles, tp_mesh, whole
+from support.parallelism.layers import (
+    _BUILDERS,
+    FEATURES_IN,
+    KINDS,
+    angles,
+    build,
+    inputs,
+    local,
+    set_handles,
+    tp_mesh,
+    whole,
+)
+from support.ranks.distributed import ranks
 
 
 def compiled(rank: int, kind: str, sequence_parallel: bool, backend: str) -> list[list[Tensor]]:

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from parallel_ops.layers import ParallelMoE
-from support import expert_parallel as on_rank
-from support.distributed import ranks
+from support.parallelism import expert_parallel as on_rank
+from support.ranks.distributed import ranks
 
 OPTIONS = [
     {"num_experts": 4, "top_k": 2},

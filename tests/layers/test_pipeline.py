@@ -11,10 +11,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from parallel_ops.layers import ParallelTransformerLayer
-from support import pipeline
-from support.distributed import ranks
-from support.layers import mesh_of, whole
-from support.pipeline import LAYERS, Stage
+from support.parallelism import pipeline
+from support.parallelism.layers import mesh_of, whole
+from support.parallelism.pipeline import LAYERS, Stage
+from support.ranks.distributed import ranks
 
 SCHEDULES: dict[str, Any] = {"interleaved": ScheduleInterleavedZeroBubble, "v": ScheduleZBVZeroBubble}
 

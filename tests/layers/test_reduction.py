@@ -5,9 +5,9 @@ import torch
 
 from parallel_ops import layers
 from parallel_ops.models import Transformer
-from support import layer_reductions as on_rank
-from support import layers as of_layers
-from support.distributed import ranks
+from support.numerics import layer_reductions as on_rank
+from support.parallelism import layers as of_layers
+from support.ranks.distributed import ranks
 
 LINEARS = {"column": 1, "row": 1, "gelu": 2, "swiglu": 3, "attention": 4, "layer": 6, "llama": 7}
 
@@ -33,7 +33,7 @@ def test_linears_by_the_backend_make_its_calls(size, kind, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_those_are_the_calls_of_megatrons_linears(kind, sequence_parallel):
     pytest.importorskip("megatron.core", exc_type=ImportError)
-    from support import megatron_linears
+    from support.integrations import megatron_linears
 
     function = megatron_linears.row_calls if kind == "row" else megatron_linears.column_calls
     for stock, drop_in in ranks(2).run(function, sequence_parallel):

@@ -21,7 +21,7 @@ from parallel_ops import (
     scaled_masked_softmax,
     silu_mul,
 )
-from support.distributed import ranks
+from support.ranks.distributed import ranks
 
 S, B, H, F4 = 6, 2, 8, 12
 

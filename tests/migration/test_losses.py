@@ -12,7 +12,7 @@ from parallel_ops import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_log_probs,
 )
-from support.distributed import ranks
+from support.ranks.distributed import ranks
 
 S, B, H, V = 5, 2, 6, 12
 

@@ -7,7 +7,7 @@ import pytest
 def folders(tmp_path_factory):
     import transformers
 
-    from support.huggingface_folders import Folders
+    from support.integrations.huggingface_folders import Folders
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -18,6 +18,6 @@ def folders(tmp_path_factory):
 def tokens():
     import torch
 
-    from support.huggingface import LENGTH, VOCAB
+    from support.integrations.huggingface import LENGTH, VOCAB
 
     return torch.randint(VOCAB, (LENGTH, 2), generator=torch.Generator().manual_seed(1))

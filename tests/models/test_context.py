@@ -12,8 +12,8 @@ from parallel_ops.layers.core_attention import unfused
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
-from support.distributed import Raised, ranks
-from support.layers import mesh_of
+from support.parallelism.layers import mesh_of
+from support.ranks.distributed import Raised, ranks
 
 CONFIG = TransformerConfig(
     vocab_size=31,

@@ -16,9 +16,7 @@ from parallel_ops.models import Transformer, TransformerConfig, config_from_pret
 from parallel_ops.models.huggingface import loading
 from parallel_ops.models.huggingface.rotary import read_rotary
 from parallel_ops.models.rotary_scaling import DynamicScaling, LinearScaling, rotary_angles
-from support import transformer as on_rank
-from support.distributed import ranks
-from support.huggingface_folders import (
+from support.integrations.huggingface_folders import (
     GPT_OSS_EXPERTS,
     LLAMA3,
     MODELS,
@@ -30,6 +28,8 @@ from support.huggingface_folders import (
     same_tensors,
     tensors_of,
 )
+from support.parallelism import transformer as on_rank
+from support.ranks.distributed import ranks
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from parallel_ops.models import Transformer, YarnScaling, config_from_pretrained
 from parallel_ops.models.huggingface import loading
 from parallel_ops.planner import Plan
-from support import expert_parallel
-from support import transformer as on_rank
-from support.distributed import ranks
-from support.huggingface import LENGTH, VOCAB
-from support.huggingface_folders import GPT_OSS, SIZES, YARN, logits_of, opened, tensors_of
+from support.integrations.huggingface import LENGTH, VOCAB
+from support.integrations.huggingface_folders import GPT_OSS, SIZES, YARN, logits_of, opened, tensors_of
+from support.parallelism import expert_parallel
+from support.parallelism import transformer as on_rank
+from support.ranks.distributed import ranks
 
 
 def test_a_published_gpt_oss_folder_is_read(tmp_path):

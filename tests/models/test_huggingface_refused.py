@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from parallel_ops.models import Transformer, config_from_pretrained
 from parallel_ops.models.huggingface import loading
-from support import transformer as on_rank
-from support.distributed import Raised, ranks
-from support.huggingface import VOCAB
-from support.huggingface_folders import LLAMA3, change_config, change_tensors, tensors_of
+from support.integrations.huggingface import VOCAB
+from support.integrations.huggingface_folders import LLAMA3, change_config, change_tensors, tensors_of
+from support.parallelism import transformer as on_rank
+from support.ranks.distributed import Raised, ranks
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {

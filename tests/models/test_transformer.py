@@ -10,9 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from parallel_ops.layers.core_attention import unfused
 from parallel_ops.models import Llama3Scaling, Transformer, YarnScaling
 from parallel_ops.models.experts import ExpertsConfig
-from support import transformer as on_rank
-from support.distributed import Raised, ranks
-from support.transformer import CONFIGS, GPT2, LLAMA, sample
+from support.parallelism import transformer as on_rank
+from support.parallelism.transformer import CONFIGS, GPT2, LLAMA, sample
+from support.ranks.distributed import Raised, ranks
 
 
 def build(config, **options):

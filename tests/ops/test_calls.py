@@ -16,8 +16,8 @@ from parallel_ops import (
 )
 from parallel_ops._internal.dispatch import autograd as _autograd
 from parallel_ops._internal.dispatch import registration as _registration
-from support.calls import BIAS, CALLS, X
-from support.suite import forward_backward, outputs_of
+from support.numerics.calls import BIAS, CALLS, X
+from support.numerics.suite import forward_backward, outputs_of
 
 GELU = torch.ops.parallel_ops.bias_gelu.default
 GELU_BACKWARD = torch.ops.parallel_ops.bias_gelu_backward.default

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from parallel_ops import rotary_embedding, rotary_embedding_qk
 from parallel_ops._internal.tensor_format import from_sbhd, to_sbhd
 from parallel_ops.ops import rotary_embedding_reference
-from support import suite
-from support.rotary import angles
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.rotary import angles
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 interleavings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

@@ -19,7 +19,7 @@ from parallel_ops import (
     vocab_parallel_linear_cross_entropy,
 )
 from parallel_ops.tensor_parallel import all_gather_linear, column_parallel_linear, linear_reduce_scatter
-from support.suite import randn
+from support.numerics.suite import randn
 
 S, H = 70, 24
 TARGET = torch.arange(S) % H

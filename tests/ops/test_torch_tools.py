@@ -23,9 +23,9 @@ from parallel_ops import (
     vocab_parallel_linear_cross_entropy,
 )
 from parallel_ops._internal.dispatch.registration import cuda_kernels
-from support.calls import CALLS, TARGET, X
-from support.rotary import angles
-from support.suite import outputs_of, randn
+from support.numerics.calls import CALLS, TARGET, X
+from support.numerics.rotary import angles
+from support.numerics.suite import outputs_of, randn
 
 ENDS = torch.tensor([2, 5], dtype=torch.int32)
 WEIGHT, EXPERTS = randn(4, 8, dtype=torch.float32), randn(2, 4, 8, dtype=torch.float32)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from parallel_ops.pipeline_parallel import ModuleChain, Pipeline
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train import parallelize
-from support.distributed import Raised, ranks
-from support.layers import mesh_of, whole
+from support.parallelism.layers import mesh_of, whole
+from support.ranks.distributed import Raised, ranks
 
 VOCABULARY, WIDTH = 29, 16
 

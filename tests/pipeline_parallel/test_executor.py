@@ -10,9 +10,9 @@ from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.pipeline_parallel.trace import Timed, times_of
 from parallel_ops.planner.plan import SCHEDULES
 from parallel_ops.planner.schedules.action import Action
-from support import toy_stages
-from support.distributed import ranks
-from support.interleaving import Group, World
+from support.parallelism import toy_stages
+from support.ranks.distributed import ranks
+from support.ranks.interleaving import Group, World
 
 SECONDS = (0.03, 0.03, 0.06, 0.12)
 

@@ -10,8 +10,8 @@ from parallel_ops.pipeline_parallel.link import GroupLink, connected_link
 from parallel_ops.pipeline_parallel.messages import AHEAD, Key, Messages, pairs_of
 from parallel_ops.pipeline_parallel.reduction import add_between_ends
 from parallel_ops.planner.schedules.schedule import KINDS, simulate
-from support import toy_stages
-from support.interleaving import Deadlock, Group, World
+from support.parallelism import toy_stages
+from support.ranks.interleaving import Deadlock, Group, World
 
 CPU = torch.device("cpu")
 

@@ -20,10 +20,10 @@ from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.compute.software import efficiency
 from parallel_ops.planner.plan import SCHEDULES, Plan
 from parallel_ops.train.planner_model import planner_model
-from support import staged
-from support.distributed import Raised, ranks
-from support.layers import mesh_of
-from support.staged import CONFIGS, inputs_of
+from support.parallelism.layers import mesh_of
+from support.ranks import staged
+from support.ranks.distributed import Raised, ranks
+from support.ranks.staged import CONFIGS, inputs_of
 
 _KINDS = {"F": runtime.F, "I": runtime.I, "W": runtime.W, "B": runtime.B}
 

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 from parallel_ops import __main__
 from parallel_ops.planner import RULES, presets
 from parallel_ops.planner.compute.software import CURRENT, eras
-from support.planner_cli import PLAN, SMALL
+from support.planning.planner_cli import PLAN, SMALL
 
 
 def test_it_starts_without_torch():

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-from support.planner_cli import PLAN, SMALL
+from support.planning.planner_cli import PLAN, SMALL
 
 
 def exported(run, format, *plan, model="llama3-70b"):

@@ -15,7 +15,7 @@ from parallel_ops.planner.placement import layers_of, leaves_node
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.rules import RULES
 from parallel_ops.planner.validation.published import measurements
-from support.planner_scenarios import (
+from support.planning.planner_scenarios import (
     DOCUMENT,
     EXPERTS,
     FOUND,

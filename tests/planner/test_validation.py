@@ -16,7 +16,7 @@ from parallel_ops.planner.validation.published_runs import published_runs
 from parallel_ops.planner.validation.refits import without_own_table
 from parallel_ops.planner.validation.report import largest_error, mean_error
 from parallel_ops.planner.validation.validate import PROMISES, regrets
-from support import planner_scenarios
+from support.planning import planner_scenarios
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from ptx import aot
-from ptx.global_memory import GlobalMemory
 from ptx.machine import Approximation, Machine
+from ptx.memory.global_memory import GlobalMemory
 from ptx.program import Program, parse
 from ptx.report import Report
 from ptx.values import Array, Fault

@@ -6,7 +6,7 @@ import torch
 from ptx import aot
 from ptx.execution import rerun, unwritten
 from ptx.report import SECTOR, Report
-from support.suite import DTYPES
+from support.numerics.suite import DTYPES
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:

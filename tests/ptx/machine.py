@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ptx import arithmetic, matrix, transfers, warpgroup
-from ptx.global_memory import GlobalMemory
+from ptx.instructions import arithmetic, matrix, transfers, warpgroup
+from ptx.memory.global_memory import GlobalMemory
+from ptx.memory.shared_memory import SharedMemory
 from ptx.program import Immediate, Instruction, Operand, Program, Register, Special, Symbol, register_bits
 from ptx.report import Report
-from ptx.shared_memory import SharedMemory
 from ptx.values import FLOAT, SIGNED, UNSIGNED, Array, Fault, bits, dtype
 
 _LIMIT = 2_000_000  # steps, after which a program counts as one that does not end

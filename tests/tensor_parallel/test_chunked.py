@@ -23,8 +23,8 @@ from parallel_ops.tensor_parallel.linear.chunked import (
     start_scatter,
 )
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_backward, row_forward
-from support.loopback import LoopbackGroup
-from support.parallel_linear import integers
+from support.parallelism.parallel_linear import integers
+from support.transports.loopback import LoopbackGroup
 
 groups = st.lists(st.integers(0, 4), min_size=1, max_size=16)
 cuts = st.integers(1, 4)

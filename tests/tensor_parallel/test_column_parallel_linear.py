@@ -12,9 +12,9 @@ from parallel_ops import column_parallel_linear
 from parallel_ops.comm import consistency
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import DeferredWeightGradients, column_parallel_linear_reference
-from support import suite
-from support.distributed import Raised, ranks
-from support.parallel_linear import integers, leaf, normal, whole_linear
+from support.numerics import suite
+from support.parallelism.parallel_linear import integers, leaf, normal, whole_linear
+from support.ranks.distributed import Raised, ranks
 
 groups = pytest.mark.parametrize("size", [2, 3])
 OVERLAPS = ["off", "auto", 1, 3]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_ops.ops import cross_entropy_reference
-from support import suite, vocab_parallel
-from support.distributed import Raised, ranks
-from support.suite import DTYPES, randn
-from support.vocab_parallel import sharded_cross_entropy
+from support.numerics import suite, vocab_parallel
+from support.numerics.suite import DTYPES, randn
+from support.numerics.vocab_parallel import sharded_cross_entropy
+from support.ranks.distributed import Raised, ranks
 
 groups = pytest.mark.parametrize("shards", [2, 3, 4])
 

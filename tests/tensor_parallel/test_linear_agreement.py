@@ -12,8 +12,8 @@ from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import use_transport
 from parallel_ops.tensor_parallel.linear import call as plan
 from parallel_ops.tensor_parallel.linear.call import CANDIDATES
-from support.distributed import Raised, ranks
-from support.parallel_linear import OPS, Counting, integers, leaf, normal, sharded_linear
+from support.parallelism.parallel_linear import OPS, Counting, integers, leaf, normal, sharded_linear
+from support.ranks.distributed import Raised, ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])

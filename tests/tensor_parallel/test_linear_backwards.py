@@ -14,8 +14,8 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops.tensor_parallel import DeferredWeightGradients, use_transport
-from support.distributed import ranks
-from support.parallel_linear import OPS, Counting, leaf, normal
+from support.parallelism.parallel_linear import OPS, Counting, leaf, normal
+from support.ranks.distributed import ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from parallel_ops import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import linear_cross_entropy_reference
-from support import suite, vocab_parallel
-from support.distributed import Raised, ranks
-from support.suite import DEVICES, DTYPES, randn
-from support.vocab_parallel import sharded_linear_cross_entropy
+from support.numerics import suite, vocab_parallel
+from support.numerics.suite import DEVICES, DTYPES, randn
+from support.numerics.vocab_parallel import sharded_linear_cross_entropy
+from support.ranks.distributed import Raised, ranks
 
 devices = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.vocab_parallel_linear_cross_entropy.default

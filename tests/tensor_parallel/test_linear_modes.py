@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel_ops import all_gather_linear
 from parallel_ops._internal.gradients.weight_gradients import GradientOf
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from support.distributed import Raised, ranks
-from support.parallel_linear import OPS, leaf, normal
+from support.parallelism.parallel_linear import OPS, leaf, normal
+from support.ranks.distributed import Raised, ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])

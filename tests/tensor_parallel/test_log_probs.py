@@ -13,11 +13,11 @@ from parallel_ops import (
 )
 from parallel_ops.tensor_parallel.loss.kl_divergence import linear_kl_divergence_reference
 from parallel_ops.tensor_parallel.loss.log_probs import linear_log_probs_reference
-from support import log_probs as on_rank
-from support import suite
-from support.distributed import Raised, ranks
-from support.suite import DEVICES, DTYPES, randn
-from support.vocab_parallel import sizes_of
+from support.numerics import log_probs as on_rank
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
+from support.numerics.vocab_parallel import sizes_of
+from support.ranks.distributed import Raised, ranks
 
 devices = pytest.mark.parametrize("device", DEVICES)
 # As in test_linear_cross_entropy.py: the BLAS adds in an order that it chooses by the size of the chunk.

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from support import suite
-from support.distributed import ranks
-from support.parallel_linear import OPS, integers, leaf, normal, sharded_linear, whole_linear
+from support.numerics import suite
+from support.parallelism.parallel_linear import OPS, integers, leaf, normal, sharded_linear, whole_linear
+from support.ranks.distributed import ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])

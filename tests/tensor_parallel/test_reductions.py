@@ -10,8 +10,8 @@ from parallel_ops.comm.transport import base
 from parallel_ops.tensor_parallel.linear import all_gather_linear as of_gather
 from parallel_ops.tensor_parallel.linear import column_parallel_linear as of_copy
 from parallel_ops.tensor_parallel.linear.call import GroupCall, encode
-from support import linear_reductions
-from support.distributed import Raised, ranks
+from support.numerics import linear_reductions
+from support.ranks.distributed import Raised, ranks
 
 KINDS = ["gather", "scatter", "copy"]
 
@@ -39,7 +39,7 @@ def test_without_chunks_each_transfer_is_one_collective(kind, grad_reduce, calls
 @pytest.mark.parametrize(("kind", "sequence_parallel"), [("gather", True), ("copy", False)])
 def test_the_plain_linears_of_megatron_make_these_calls(kind, sequence_parallel):
     pytest.importorskip("megatron.core", exc_type=ImportError)
-    from support import megatron
+    from support.integrations import megatron
 
     for got in ranks(2).run(megatron.plain_linear_calls, sequence_parallel):
         assert got == PLAIN[kind]

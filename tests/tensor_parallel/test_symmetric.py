@@ -14,7 +14,7 @@ from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops.comm import symmetric_memory as pulls
 from parallel_ops.tensor_parallel.linear import call as calls
 from parallel_ops.tensor_parallel.linear import symmetric
-from support.distributed import Raised, ranks
+from support.ranks.distributed import Raised, ranks
 
 BF16 = torch.bfloat16
 

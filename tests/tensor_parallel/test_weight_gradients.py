@@ -15,7 +15,7 @@ from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops._internal.gradients import weight_gradients
 from parallel_ops._internal.gradients.weight_gradients import add_product, after_backward
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from support.parallel_linear import integers, normal
+from support.parallelism.parallel_linear import integers, normal
 
 ops = pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])
 handles = pytest.mark.parametrize(("main", "defer"), [(True, False), (False, True), (True, True)])

@@ -15,7 +15,7 @@ from parallel_ops.tokenization.chat import Chat
 from parallel_ops.tokenization.messages import Conversation
 from parallel_ops.tokenization.run import tokenize
 from parallel_ops.train.data.tokens import TokenStream
-from support.tokenization import END, MESSAGES, tokenizer_file, tokenizer_folder, write_json_lines
+from support.runs.tokenization import END, MESSAGES, tokenizer_file, tokenizer_folder, write_json_lines
 
 
 def tokenized(tmp_path, tokenizer, conversations, **options):

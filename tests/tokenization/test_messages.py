@@ -13,7 +13,7 @@ import tokenizers
 from parallel_ops.tokenization import Options
 from parallel_ops.tokenization.run import tokenize
 from parallel_ops.train.data.tokens import TokenStream
-from support.tokenization import CHAT_TEMPLATE, END, tokenizer_folder
+from support.runs.tokenization import CHAT_TEMPLATE, END, tokenizer_folder
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}"

@@ -20,7 +20,7 @@ from parallel_ops.tokenization import documents as reading
 from parallel_ops.tokenization.documents import Part, documents, parts_of
 from parallel_ops.tokenization.run import tokenize
 from parallel_ops.train.data.tokens import TokenStream
-from support.tokenization import END, text_of, tokenizer_file, write_json_lines
+from support.runs.tokenization import END, text_of, tokenizer_file, write_json_lines
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,6 @@ collect_ignore_glob = [] if all(map(find_spec, NEEDED)) else ["test_*.py", "*/te
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token file; see ``support.trainer.data_file``."""
-    from support import trainer  # needs pydantic
+    from support.runs import trainer  # needs pydantic
 
     return trainer.data_file(tmp_path_factory.mktemp("data"))

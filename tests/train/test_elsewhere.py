@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from support import elsewhere, plans
-from support import trainer as runs
-from support.distributed import ranks
+from support.planning import plans
+from support.ranks import elsewhere
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 MODELS = runs.MODELS
 GQA = {**MODELS["llama"], "num_layers": 4, "num_kv_heads": 1}

@@ -16,8 +16,8 @@ from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.offload import offload_activations
 from parallel_ops.train.planner_bridge import Device, changed, forecast, replan
 from parallel_ops.train.recompute import recompute
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 
 class Late(offload.CopyEngine):

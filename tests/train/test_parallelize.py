@@ -13,8 +13,8 @@ from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner import Plan
 from parallel_ops.train import parallelize
 from parallel_ops.train.recompute import saved_bytes
-from support import parallelized
-from support.distributed import ranks
+from support.parallelism import parallelized
+from support.ranks.distributed import ranks
 
 SIZES = [
     {"dp_shard": 4},

@@ -14,8 +14,8 @@ import pytest
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.planner_bridge import cluster_of, forecast, model_of, rank_memory
-from support import traffic
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.transports import traffic
 
 GPT = {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
 LLAMA = {

@@ -20,8 +20,8 @@ from torch import nn
 
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
 from parallel_ops.train.step.reductions import count_targets
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 BATCH = 8
 

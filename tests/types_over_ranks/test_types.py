@@ -21,8 +21,8 @@ from parallel_ops.comm import ParallelMesh, copy_to_group, gather_from_group, re
 from parallel_ops.layers import ColumnParallelLinear, Norm, RowParallelLinear
 from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 from parallel_ops.train.config import Settings
-from support import plans
-from support import trainer as runs
+from support.planning import plans
+from support.runs import trainer as runs
 
 # Random settings of each size in `make test`; --plans takes more.
 FEW = {8: 12, 64: 10, 512: 8}

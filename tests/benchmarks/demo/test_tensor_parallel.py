@@ -16,9 +16,9 @@ from benchmarks.demo import cli
 from benchmarks.demo.config import demo_settings, in_parallel, name_of
 from benchmarks.demo.runs import train
 from parallel_ops.models import TransformerConfig
-from support import training
-from support.distributed import ranks
-from support.training import TINY
+from support.ranks.distributed import ranks
+from support.runs import training
+from support.runs.training import TINY
 
 MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
 

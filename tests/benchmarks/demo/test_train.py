@@ -15,7 +15,7 @@ from benchmarks.demo.config import demo_settings
 from benchmarks.demo.data import load_text
 from benchmarks.demo.runs import ALONE, Run, demo_trainer, train
 from parallel_ops.models import Transformer, TransformerConfig
-from support.training import ENVIRONMENT, TINY
+from support.runs.training import ENVIRONMENT, TINY
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")

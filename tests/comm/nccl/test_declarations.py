@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from support import nccl as support
+from support.transports import nccl as support
 
 pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 

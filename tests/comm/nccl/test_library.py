@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import nccl as support
+from support.transports import nccl as support
 
 _nccl = pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from support import nccl as support
-from support.distributed import Raised, ranks
+from support.ranks.distributed import Raised, ranks
+from support.transports import nccl as support
 
 pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
-from support import nccl_ranks
+from support.transports import nccl_ranks
 
 fake = support.fake
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from support import collectives
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.transports import collectives
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

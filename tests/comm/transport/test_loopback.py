@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Receive, Send
-from support.loopback import LoopbackGroup
+from support.transports.loopback import LoopbackGroup
 
 sizes = st.integers(1, 16)
 seeds = st.none() | st.integers(0, 1000)

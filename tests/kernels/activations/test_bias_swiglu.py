@@ -4,8 +4,8 @@ import torch
 from parallel_ops.ops import bias_swiglu_reference
 from ptx import aot
 from ptx.kernels import aot_cases, check_compiled, differentiable, interpreted_cases, meta, poisoned
-from support import suite
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.suite import randn
 
 F32 = torch.float32
 

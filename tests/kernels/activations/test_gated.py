@@ -8,8 +8,8 @@ import torch
 
 from parallel_ops.ops import gelu_mul_reference, silu_mul_reference
 from ptx.kernels import differentiable, poisoned
-from support import suite
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.suite import randn
 
 
 def interpreted(activation):

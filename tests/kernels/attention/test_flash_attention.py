@@ -13,9 +13,9 @@ from parallel_ops.ops.attention.block import Dropout, begin_carry, dropout_keep_
 from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, dense_mask, document_ranges
 from ptx import aot
 from ptx.kernels import meta, poisoned
-from support import suite
-from support.attention import CONVEX_SPANS, attention, random_spans, spans_from_keys
-from support.attention_launches import DRAWS, PRODUCTS, launches, loops_with_products
+from support.numerics import suite
+from support.numerics.attention import CONVEX_SPANS, attention, random_spans, spans_from_keys
+from support.numerics.attention_launches import DRAWS, PRODUCTS, launches, loops_with_products
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = TokenRange(0, 150)

@@ -6,9 +6,10 @@ Spill; multiply tiles that no proxy fence has shown to the tensor cores; wait fo
 import pytest
 import torch
 
-from ptx import aot, machine_code, proxies
+from ptx import aot, machine_code
+from ptx.memory import proxies
 from ptx.program import parse
-from support.attention_launches import DRAWS, PRODUCTS, launches, loops_with_products
+from support.numerics.attention_launches import DRAWS, PRODUCTS, launches, loops_with_products
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -6,7 +6,7 @@ import torch
 from parallel_ops.ops.attention.block import merge_block
 from ptx import aot
 from ptx.kernels import check_machine_code, meta
-from support.suite import randn
+from support.numerics.suite import randn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -7,8 +7,8 @@ from parallel_ops.ops import cross_entropy_reference
 from parallel_ops.ops.cross_entropy.kernels import accumulation_dtype, saved_per_row, statistics_per_row
 from ptx import aot
 from ptx.kernels import check_compiled, differentiable, meta, poisoned
-from support import suite
-from support.suite import DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DTYPES, randn
 
 
 def launches(dtype, cols, smoothing, softcap, weighted=False):

@@ -6,7 +6,7 @@ from parallel_ops.ops import sort_by_expert_reference
 from ptx import aot
 from ptx.execution import ops_launch_kernels
 from ptx.kernels import check_machine_code, meta
-from support.experts import random_experts
+from support.numerics.experts import random_experts
 
 
 def launches(t, k, n, capacity):

@@ -6,9 +6,9 @@ from parallel_ops.ops import permute_reference, sort_by_expert_reference, unperm
 from ptx import aot
 from ptx.execution import ops_launch_kernels
 from ptx.kernels import check_compiled, meta
-from support import suite
-from support.experts import random_experts
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.experts import random_experts
+from support.numerics.suite import randn
 
 
 def launches(dtype, h, k):

@@ -8,9 +8,9 @@ from ptx import aot
 from ptx.execution import ops_launch_kernels
 from ptx.kernels import check_machine_code, meta
 from ptx.machine import Approximation
-from support import suite
-from support.experts import spread_logits
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.experts import spread_logits
+from support.numerics.suite import randn
 
 DEEPSEEK = {"sigmoid": True, "groups": 8, "top_groups": 4, "top_k_first": False, "normalize": True}
 SOFTMAX = {"sigmoid": False, "groups": 1, "top_groups": 1, "top_k_first": False, "normalize": True}

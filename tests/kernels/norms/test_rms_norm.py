@@ -6,9 +6,9 @@ import torch
 from parallel_ops.ops import rms_norm_reference
 from ptx import aot
 from ptx.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
-from support import suite
-from support.norms import aot_cases, grads, statistics_dtype, stream, with_residual
-from support.suite import DTYPES, randn
+from support.numerics import suite
+from support.numerics.norms import aot_cases, grads, statistics_dtype, stream, with_residual
+from support.numerics.suite import DTYPES, randn
 
 
 def launches(dtype, cols):

@@ -8,9 +8,9 @@ from parallel_ops.ops import scaled_causal_softmax_reference
 from parallel_ops.ops.softmaxes.shared import sink_gradient
 from ptx import aot
 from ptx.kernels import check_compiled, differentiable, meta, poisoned
-from support import suite
-from support.softmax import check_numerics, compiled_cases, row_values, walks
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.softmax import check_numerics, compiled_cases, row_values, walks
+from support.numerics.suite import randn
 
 ACC = torch.float32
 

@@ -9,8 +9,8 @@ from parallel_ops.ops.softmaxes.shared import sink_gradient
 from ptx import aot
 from ptx.execution import rerun
 from ptx.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
-from support.softmax import check_numerics, compiled_cases, row_values, walks
-from support.suite import DTYPES, randn
+from support.numerics.softmax import check_numerics, compiled_cases, row_values, walks
+from support.numerics.suite import DTYPES, randn
 
 ACC = torch.float32
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from parallel_ops import bias_gelu
 from parallel_ops.ops import bias_gelu_reference
-from support import suite
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 approximations = pytest.mark.parametrize("approximate", ["tanh", "none"])

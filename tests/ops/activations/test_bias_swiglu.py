@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from parallel_ops import bias_swiglu
 from parallel_ops.ops import bias_swiglu_reference
-from support import suite
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 NO_OPTIONS = (1.0, None, 0.0)

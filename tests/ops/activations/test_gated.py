@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from parallel_ops import bias_swiglu, gelu_mul, silu_mul
 from parallel_ops.ops import gelu_mul_reference, silu_mul_reference
-from support import suite
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 GPT_OSS = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # but for a limit that is reached often

@@ -15,10 +15,10 @@ from parallel_ops.ops import flash_attention_reference
 from parallel_ops.ops.attention import backends, block, torch_kernels
 from parallel_ops.ops.attention.backends import Call, refusal, select
 from parallel_ops.ops.attention.options import AttentionOptions
-from support import suite
-from support.context_parallel import Case, joined, oracle, shared
-from support.loopback import LoopbackGroup
-from support.suite import randn
+from support.numerics import suite
+from support.numerics.suite import randn
+from support.parallelism.context_parallel import Case, joined, oracle, shared
+from support.transports.loopback import LoopbackGroup
 
 HALF = (torch.float16, torch.bfloat16)
 PLAIN = Call("cuda", 90, torch.bfloat16, 1, 128, 128, True)

@@ -17,8 +17,8 @@ from parallel_ops.ops.attention.block import (
 )
 from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, dense_mask, document_ranges
-from support.attention import CONVEX_SPANS, SPANS, attention, random_spans, spans_from_keys
-from support.suite import DEVICES, forward_backward, randn
+from support.numerics.attention import CONVEX_SPANS, SPANS, attention, random_spans, spans_from_keys
+from support.numerics.suite import DEVICES, forward_backward, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 S, B, HEADS, KV_HEADS, D = 150, 2, 4, 2, 24

@@ -10,8 +10,8 @@ from parallel_ops import flash_attention
 from parallel_ops.ops import flash_attention_reference
 from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import document_ranges
-from support import suite
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.flash_attention.default

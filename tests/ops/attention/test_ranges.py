@@ -7,8 +7,8 @@ import torch
 
 from parallel_ops import flash_attention
 from parallel_ops.ops.attention import ranges as made
-from support.attention import attention
-from support.suite import DEVICES, randn
+from support.numerics.attention import attention
+from support.numerics.suite import DEVICES, randn
 
 EDGES = torch.tensor([0, 3, 3, 10, 11, 24])
 

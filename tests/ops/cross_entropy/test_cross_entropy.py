@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from parallel_ops import vocab_parallel_cross_entropy
 from parallel_ops.ops import cross_entropy_reference
-from support import suite
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops

@@ -14,8 +14,8 @@ from parallel_ops._internal.gradients import grouped_products
 from parallel_ops._internal.gradients.weight_gradients import GradientOf
 from parallel_ops.ops import grouped_linear_reference
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from support import suite
-from support.suite import DEVICES, randn
+from support.numerics import suite
+from support.numerics.suite import DEVICES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 WIDTHS = st.sampled_from([0, 1, 3, 8, 17, 64, 130])

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from parallel_ops import sort_by_expert
 from parallel_ops.ops import sort_by_expert_reference
-from support import suite
-from support.experts import random_experts
-from support.suite import DEVICES
+from support.numerics import suite
+from support.numerics.experts import random_experts
+from support.numerics.suite import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops

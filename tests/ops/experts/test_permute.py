@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from parallel_ops import ExpertOrder, permute, sort_by_expert, unpermute
 from parallel_ops.ops import permute_reference, unpermute_reference
-from support import suite
-from support.experts import random_experts
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.experts import random_experts
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from parallel_ops import load_balancing_loss, route
 from parallel_ops.ops import route_reference
-from support import suite
-from support.experts import spread_logits
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.experts import spread_logits
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops

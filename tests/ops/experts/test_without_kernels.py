@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import parallel_ops
-from support.experts import random_experts, spread_logits
-from support.suite import randn
+from support.numerics.experts import random_experts, spread_logits
+from support.numerics.suite import randn
 
 # Each op and its file share a name.
 order, permutation, routing = (

@@ -7,9 +7,9 @@ import torch
 
 from parallel_ops import layer_norm
 from parallel_ops.ops import layer_norm_reference
-from support import suite
-from support.norms import stream, with_residual
-from support.suite import DEVICES, randn
+from support.numerics import suite
+from support.numerics.norms import stream, with_residual
+from support.numerics.suite import DEVICES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

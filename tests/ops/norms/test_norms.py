@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from parallel_ops import layer_norm, rms_norm
 from parallel_ops.ops import layer_norm_reference, rms_norm_reference
-from support import suite
-from support.norms import grads, stream, with_residual
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.norms import grads, stream, with_residual
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_ops import rms_norm
-from support.suite import DEVICES
+from support.numerics.suite import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from parallel_ops import scaled_causal_softmax
 from parallel_ops.ops import scaled_causal_softmax_reference
-from support import suite
-from support.softmax import check_numerics
-from support.suite import DEVICES, DTYPES, randn
+from support.numerics import suite
+from support.numerics.softmax import check_numerics
+from support.numerics.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 windows = pytest.mark.parametrize("window", [None, 1, 3, 1000])

@@ -8,7 +8,7 @@ import pytest
 
 from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
-from support import trainer as runs
+from support.runs import trainer as runs
 
 STORED = Path(__file__).parent / "checkpoints.tar.xz"
 MODEL = {

@@ -17,8 +17,8 @@ from parallel_ops.train.checkpoint import resume
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints, steps_in
 from parallel_ops.train.checkpoint.owner import FILE, Owner
 from parallel_ops.train.checkpoint.removal import remove
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 
 def names(folder):

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from parallel_ops import _commands
 from parallel_ops.train import CheckpointError, Trainer
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 LLAMA = runs.MODELS["llama"]
 

@@ -16,7 +16,7 @@ from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.launch import cli
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.resuming import source_of
-from support import trainer as runs
+from support.runs import trainer as runs
 
 ONE = ["--set", "parallel=global_batch=4", "--set", "checkpoint.interval=2", "--set", "run.device=cpu"]
 

@@ -19,7 +19,7 @@ from parallel_ops.train import CheckpointError, Trainer
 from parallel_ops.train.checkpoint.description import DESCRIPTION, METADATA, checksum
 from parallel_ops.train.data.datasets import Dataset
 from parallel_ops.train.data.tokens import TokenStream
-from support import trainer as runs
+from support.runs import trainer as runs
 
 
 class Command:

@@ -6,8 +6,8 @@ import pytest
 from parallel_ops.train.checkpoint.inspection import described, inspect
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.tokens import TokenStream
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 
 def put(folder, name, first, count):

@@ -13,8 +13,8 @@ from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenFile, TokenStream
-from support.distributed import ranks
-from support.trainer import VOCABULARY, settings_of, steps_of, trainer_of
+from support.ranks.distributed import ranks
+from support.runs.trainer import VOCABULARY, settings_of, steps_of, trainer_of
 
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=60).filter(lambda found: max(found) > 1)
 

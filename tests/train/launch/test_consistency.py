@@ -12,9 +12,9 @@ from parallel_ops.comm.errors import named
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.launch.consistency import FREE, Comparison, Disagreement, difference, values_of
-from support import processes
-from support import trainer as runs
-from support.distributed import Raised, ranks
+from support.ranks import processes
+from support.ranks.distributed import Raised, ranks
+from support.runs import trainer as runs
 
 KEYS = [
     f"{name}.{key}"
@@ -117,7 +117,7 @@ def test_ranks_as_they_are_launched(folder):
         "checkpoint": "run.json: No such file or directory",
     }
     (folder / "cases.json").write_text(json.dumps([[processes.free_port(), both] for both in cases.values()]))
-    driver = [sys.executable, "-m", "support.disagreement", "cases.json"]
+    driver = [sys.executable, "-m", "support.ranks.disagreement", "cases.json"]
     path = {"PYTHONPATH": ":".join(sys.path)}
     logs = [folder / f"rank-{rank}" for rank in range(2)]
     started = [processes.start(folder, logs[rank], *driver, str(rank), **path) for rank in range(2)]

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from support import trainer as runs
+from support.runs import trainer as runs
 
 
 class Node:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from parallel_ops.train import CheckpointError, Trainer, loop
 from parallel_ops.train.checkpoint import checkpoints
-from support import trainer as runs
-from support.distributed import Raised, Ranks, ranks
+from support.ranks.distributed import Raised, Ranks, ranks
+from support.runs import trainer as runs
 
 TWO = {"dp": 2, "zero": 3, "global_batch": 4}
 

@@ -32,8 +32,8 @@ from parallel_ops.train.launch.start import fitted
 from parallel_ops.train.launch.worker import backend_of, gpu_of_rank
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
 from parallel_ops.train.report import description
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 ROOM = Device("a lot of memory", 2.0**50, True)
 MODEL = {"vocab_size": 64, "seq_length": 32, "num_layers": 1, "hidden_size": 32, "num_heads": 4}

@@ -10,8 +10,8 @@ import pytest
 
 from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.launch.heartbeats import SLOW
-from support import processes
-from support import trainer as runs
+from support.ranks import processes
+from support.runs import trainer as runs
 
 TIMEOUT = 20
 # What a run may take to end after a signal: the longest timeout, and what a busy machine adds.

@@ -15,8 +15,8 @@ from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.launch.heartbeats import SLOW, Clock, Heartbeat, Heartbeats
 from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.launch.watchdog import group_timeout, in_debugger, longest
-from support import processes
-from support import trainer as runs
+from support.ranks import processes
+from support.runs import trainer as runs
 
 # Seconds: the shortest in which a thread of a busy machine surely gets its turn.
 TIMEOUT = 10

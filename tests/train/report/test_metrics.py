@@ -11,7 +11,7 @@ from parallel_ops.train import Trainer
 from parallel_ops.train.report import metrics, outputs, throughput
 from parallel_ops.train.report.metrics import Metrics, continued, save_plot
 from parallel_ops.train.results import Step
-from support import trainer as runs
+from support.runs import trainer as runs
 
 
 def lines(path):

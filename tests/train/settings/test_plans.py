@@ -7,8 +7,8 @@ pytest.importorskip("spmd_types")
 import spmd_types
 from types_over_ranks import steps
 
-from support import plans
-from support import trainer as runs
+from support.planning import plans
+from support.runs import trainer as runs
 
 
 def test_any_settings_train_as_one_process(tmp_path, pytestconfig):

@@ -16,8 +16,8 @@ from parallel_ops.train.checkpoint.description import best_in
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.step.evaluation import Evaluation
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 BATCH = 8
 

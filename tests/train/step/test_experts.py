@@ -8,8 +8,8 @@ import torch
 
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel.cut import Stages
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 BATCH = 8
 FOUR = {**runs.MODELS["experts"], "num_layers": 4}

@@ -11,8 +11,8 @@ from parallel_ops.layers.linear_base import ParallelLinear
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train import parallelize
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 MODEL = runs.MODELS["llama"] | {"num_layers": 3, "ffn_hidden_size": 64}
 FP8 = {"dtype": "bf16", "linears": "fp8_rowwise", "fp8_emulation": True}

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 BATCH = 8
 

@@ -16,8 +16,8 @@ from parallel_ops.models import Transformer
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 LLAMA = runs.MODELS["llama"]
 

@@ -13,8 +13,8 @@ from parallel_ops.train.step import muon, muon_owners
 from parallel_ops.train.step.muon import MuonAndAdamW, newton_schulz
 from parallel_ops.train.step.optimizer import optimizer_of, update
 from parallel_ops.train.step.settings import GroupSettings, OptimizerSettings
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 MUON = {"kind": "muon", "lr": 1e-2, "momentum": 0.9}
 

@@ -8,8 +8,8 @@ import torch
 
 from parallel_ops.pipeline_parallel import schedule_of
 from parallel_ops.train.planner_bridge import Device, replan
-from support import trainer as runs
-from support.distributed import ranks
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 BATCH = 8
 FOUR = {"num_layers": 4}

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from parallel_ops.models import Transformer, TransformerConfig
-from support import trainer as runs
-from support import uneven
-from support.distributed import ranks
+from support.numerics import uneven
+from support.ranks.distributed import ranks
+from support.runs import trainer as runs
 
 OVER = {"dp_shard": 4, "tp": 2}
 

@@ -1,0 +1,1 @@
+"""Instructions of PTX."""

@@ -1,0 +1,1 @@
+"""Models of Transformers and Megatron-core."""

@@ -1,0 +1,82 @@
+"""Tiny models of Transformers and their training steps."""
+
+import torch
+import transformers
+
+from support.integrations.huggingface import GPT2_SIZES, LENGTH, SIZES, VOCAB
+
+# Before Transformers 5 experts have separate weights, and stay Transformers'.
+OLD = int(transformers.__version__.partition(".")[0]) < 5
+GPT2 = GPT2_SIZES | {"bos_token_id": 0, "eos_token_id": 0}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama-gelu": lambda: transformers.LlamaConfig(**SIZES, hidden_act="gelu", attention_bias=True, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2, **NO_DROPOUT),
+    "gpt2-gelu": lambda: transformers.GPT2Config(**GPT2, **NO_DROPOUT, activation_function="gelu"),
+}
+if hasattr(transformers, "Qwen3Config"):  # since 4.51
+    CONFIGS["qwen3"] = lambda: transformers.Qwen3Config(**SIZES, head_dim=16)
+
+EXPERTS = {
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-gelu": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=1, hidden_act="gelu", sliding_window=5
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **SIZES, num_experts=6, num_experts_per_tok=3, clip_qkv=1.5, pad_token_id=0, eos_token_id=0
+    ),
+    "olmoe-normalised": lambda: transformers.OlmoeConfig(
+        **SIZES, num_experts=6, num_experts_per_tok=6, norm_topk_prob=True, pad_token_id=0, eos_token_id=0
+    ),
+}
+if hasattr(transformers, "Qwen3MoeConfig"):  # since 4.51
+    QWEN3_MOE = SIZES | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+    EXPERTS["qwen3_moe"] = lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True)
+    EXPERTS["qwen3_moe-dense"] = lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0])
+CONFIGS |= EXPERTS
+
+
+def model_of(family, **config):
+    torch.manual_seed(0)
+    made = CONFIGS[family]()
+    given = ("attn_implementation", "experts_implementation")
+    implementations = {name: config.pop(name) for name in given if name in config}
+    made.update(config)
+    return transformers.AutoModelForCausalLM.from_config(made, **implementations).train()
+
+
+def batch(padded=False, seed=1):
+    ids = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    given = {"input_ids": ids, "labels": labels}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, 14:] = 0
+        given |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+    return given
+
+
+def step(model, **given):
+    """(outputs, gradients by parameter) of one step."""
+    model.zero_grad()
+    outputs = model(**given)
+    outputs.loss.backward()
+    return outputs, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    scale = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale)
+
+
+def assert_same_step(got, expected):
+    assert_same(got[0].loss, expected[0].loss)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert_same(got[1][name], gradient)

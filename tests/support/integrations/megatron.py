@@ -1,0 +1,368 @@
+"""A small GPT of Megatron-core, trained some steps on the CPU with and without the drop-in: on one rank or several."""
+
+import contextlib
+import io
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch.distributed import distributed_c10d
+
+from parallel_ops.integrations import megatron
+from parallel_ops.integrations.megatron._rebind import Binding, Replaced
+from support.numerics.recorded_calls import recorded_calls
+
+VOCAB, LENGTH, BATCH, MICRO_BATCHES = 64, 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """``drop_in``: "stock", "apply" or "spec" (which applies too)."""
+
+    drop_in: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    steps: int = 2
+    dtype: torch.dtype = torch.float32
+    config: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False
+    grad_reduce: str = "fp32"
+    deterministic: bool = False
+
+
+def tagged_torch_norm(_, config, hidden_size, eps=1e-5, **__):
+    """What Megatron lacks without Apex: torch's norm, with parameters that say that they saw a part of the tokens."""
+    kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
+    norm = kind(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+@contextlib.contextmanager
+def on_cpu():
+    """Megatron on the CPU; its own compiled fusions run as they are written. Leaving takes a third of a second."""
+    with torch.compiler.set_stance("force_eager"), megatron.on_cpu():
+        yield
+
+
+@contextlib.contextmanager
+def drop_in(case):
+    """Megatron with what the case says."""
+    with contextlib.ExitStack() as stack:
+        if case.drop_in != "stock":
+            stack.enter_context(megatron.apply(exact_megatron=case.exact, deterministic=case.deterministic))
+        else:
+            if case.config.get("sequence_parallel"):
+                made = vars(WrappedTorchNorm)["__new__"]
+                tagged = Binding(WrappedTorchNorm, "__new__", made, staticmethod(tagged_torch_norm))
+                stack.enter_context(Replaced("megatron", [tagged]))
+            if case.config.get("gradient_accumulation_fusion"):  # which needs Apex or this
+                stack.enter_context(megatron.apply(["weight_gradient"]))
+        yield
+
+
+def leave_groups():
+    """Ends Megatron's groups, too, which it only forgets: dozens a model, with threads of their own, that would stay
+    for as long as the ranks do. Groups of this package's meshes in the same ranks stay."""
+    groups = [vars(parallel_state)[name] for name in vars(parallel_state) if name.isupper() and "GROUP" in name]
+    flat = [g for found in groups for g in (found if isinstance(found, list) else [found])]
+    parallel_state.destroy_model_parallel()
+    for group in {g for g in flat if isinstance(g, dist.ProcessGroup)} - {dist.group.WORLD}:
+        if group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def train(rank, *cases):
+    """For each case, losses (on the last stage) and gradient norms of each step. The group of all ranks exists."""
+    return _each(cases, _train)
+
+
+def restart(rank, *cases):
+    """The same, of a run that ends in the middle, and of one that goes on from the checkpoint of the first."""
+
+    def halves(case):
+        saved = io.BytesIO()
+        first = _train(case, until=case.steps // 2, save=saved)
+        saved.seek(0)
+        second = _train(case, load=torch.load(saved))
+        return [a + b for a, b in zip(first, second, strict=True)]
+
+    return _each(cases, halves)
+
+
+def _each(cases, run):
+    results = []
+    with on_cpu():
+        for case in cases:
+            with drop_in(case):
+                parallel_state.initialize_model_parallel(
+                    case.tp, case.pp, context_parallel_size=case.cp, expert_model_parallel_size=case.ep,
+                    expert_tensor_parallel_size=case.etp,
+                )  # fmt: skip
+                try:
+                    results.append(run(case))
+                finally:
+                    leave_groups()
+    return results
+
+
+def build(case, **stages):
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    torch.manual_seed(1234)
+    config = TransformerConfig(
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "use_cpu_initialization": True,
+            "init_method_std": 0.3,  # at the default the losses barely depend on what the layers do
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+            "tensor_model_parallel_size": case.tp,
+            "pipeline_model_parallel_size": case.pp,
+            "context_parallel_size": case.cp,
+            "expert_model_parallel_size": case.ep,
+            "expert_tensor_parallel_size": case.etp,
+            "pipeline_dtype": case.dtype,
+            "params_dtype": case.dtype,
+            "bf16": case.dtype is torch.bfloat16,
+            **case.config,
+        }
+    )
+    normalization = config.normalization
+    if case.drop_in == "spec":
+        spec = megatron.gpt_block_spec(config, grad_reduce=case.grad_reduce)
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, normalization=normalization, qk_layernorm=config.qk_layernorm
+        )
+    arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
+    return config, GPTModel(config, spec, **arguments).to(case.dtype)
+
+
+def losses_of_shards(rank, label_smoothing, fused):
+    """Of logits shared by the ranks, with targets outside the vocabulary: Megatron's loss and gradient and ours; and
+    with ``label_smoothing`` over the whole vocabulary. Also how often each calls ``all_reduce`` on the group."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    group, world = dist.group.WORLD, dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 3, 10 * world, generator=generator)
+    target = torch.randint(10 * world, (6, 3), generator=generator)
+    target[0, 0], target[1, 1] = -1, 10 * world
+    grad = torch.randn(3, 6, generator=generator).t()
+    parallel_state.initialize_model_parallel(world)
+    counts: list[int] = []
+
+    def run(loss_function, group=group):
+        logits = whole.chunk(world, -1)[rank].clone().requires_grad_()
+        doubled = logits * 1  # since both write over what they are given
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            loss = loss_function(doubled, target, group) if fused else loss_function(doubled, target, label_smoothing)
+            loss.backward(grad)
+        counts.append(all_reduce.call_count)
+        return loss.detach(), logits.grad
+
+    torch.compiler.set_stance("force_eager")
+    try:
+        results = {"stock": run(fused_vocab_parallel_cross_entropy if fused else vocab_parallel_cross_entropy)}
+        for name, exact in (("ours", False), ("exact", True)):
+            with megatron.apply("cross_entropy", exact_megatron=exact):
+                from megatron.core import tensor_parallel
+                from megatron.core.models.common.language_module import language_module
+
+                unfused = tensor_parallel.vocab_parallel_cross_entropy
+                results[name] = run(language_module.fused_vocab_parallel_cross_entropy if fused else unfused)
+    finally:
+        leave_groups()
+        torch.compiler.set_stance("default")
+    logits = whole.double().requires_grad_()
+    vocab = logits.shape[-1]
+    log_p = logits.log_softmax(-1)
+    inside = (target >= 0) & (target < vocab)
+    hit = -log_p.gather(-1, target.clamp(0, vocab - 1)[..., None])[..., 0]
+    others = -log_p.sum(-1) - hit
+    loss = ((1 - label_smoothing) * hit + label_smoothing * others / (vocab - 1)) * inside
+    loss.backward(grad.double())
+    results["right"] = loss.detach(), logits.grad.chunk(world, -1)[rank]
+    return results, inside, counts
+
+
+def attention(rank, options, cases):
+    """For each case, of Megatron's core of attention and ours of the same heads outputs and gradients of q, k and v."""
+    with on_cpu():
+        parallel_state.initialize_model_parallel(1)
+        try:
+            return [_attention(options, case) for case in cases]
+        finally:
+            leave_groups()
+
+
+def _attention(options, case):
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from parallel_ops.integrations.megatron.attention import CoreAttention
+
+    with drop_in(case):
+        config, _ = build(case)
+        sq = LENGTH
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(sq, 2, h, 8, generator=generator) for h in (4, config.num_query_groups, config.num_query_groups)
+        )
+        grad = torch.randn(2, sq, 32, generator=generator).transpose(0, 1)
+        mask = None
+        if options.get("mask"):
+            mask = torch.rand(2, 1, sq, sq, generator=generator) < 0.3
+            mask[..., 0] = False
+        kind = AttnMaskType[options.get("type", "causal")]
+        results = []
+        for core in (DotProductAttention, CoreAttention):
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            attend = core(config, 2, kind, "self")
+            window = attend.scale_mask_softmax.window_size
+            if mask is not None and window is not None and core is DotProductAttention:  # drops it, through 0.19
+                ago = torch.arange(sq)[:, None] - torch.arange(sq)
+                mask = mask | (ago > window[0]) | (ago < -window[1])
+                attend.scale_mask_softmax.window_size = None
+            if not options.get("packed"):
+                out = attend(*inputs, None if mask is None else mask.clone())
+            elif core is CoreAttention:
+                tokens = [t.flatten(0, 1) for t in inputs]
+                starts = torch.tensor([0, 12, 2 * sq], dtype=torch.int32)
+                packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+                out = attend(*tokens, None, packed_seq_params=packed).view(sq, 2, -1)
+            else:
+                documents = zip(*(t.flatten(0, 1).split([12, 2 * sq - 12]) for t in inputs), strict=True)
+                outs = [attend(*(t.unsqueeze(1) for t in document), None) for document in documents]
+                out = torch.cat(outs).view(sq, 2, -1)
+            out.backward(grad)
+            results.append([out.detach(), *(t.grad for t in inputs)])
+        return results
+
+
+def surface(rank, case):
+    """What Megatron's optimizer, data parallelism and checkpoints read of a model's parameters."""
+    with on_cpu(), drop_in(case):
+        parallel_state.initialize_model_parallel(case.tp)
+        try:
+            _, model = build(case)
+            names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+            attributes = {
+                name: (tuple(p.shape), {a: getattr(p, a) for a in names if hasattr(p, a)})
+                for name, p in model.named_parameters()
+            }
+            groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+            state = model.sharded_state_dict(metadata=groups)
+            shards = {
+                key: (s.global_shape, s.global_offset, s.replica_id)
+                for key, s in state.items()
+                if hasattr(s, "global_offset")
+            }
+            return attributes, shards, sorted(model.state_dict())
+        finally:
+            leave_groups()
+
+
+def _train(case, *, until=None, save=None, load=None):
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    config, model = build(case, pre_process=first, post_process=last)
+    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **case.ddp})
+    model = DistributedDataParallel(config, ddp_config, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
+    batches = torch.Generator().manual_seed(0)
+    losses, norms = [], []
+    steps = range(case.steps if until is None else until)
+    if load is not None:
+        model.load_state_dict(load["model"])
+        torch.set_rng_state(load["rng"])
+        get_cuda_rng_tracker().set_states(load["tracker"])
+        batches.set_state(load["batches"])
+        steps = range(load["step"], case.steps)
+    for _ in steps:
+        tokens = torch.randint(VOCAB, (MICRO_BATCHES, BATCH, LENGTH + 1), generator=batches)
+        model.zero_grad_buffer()
+        results = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(tokens),
+            model=[model],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=LENGTH // case.cp,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        losses.append(sum(r["loss"].item() for r in results) / MICRO_BATCHES if last else None)
+        norms.append(_gradient_norm(model))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.01 * parameter.main_grad.to(parameter.dtype))
+    if save is not None:
+        states = {"rng": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+        states |= {"batches": batches.get_state(), "step": len(steps)}
+        torch.save({"model": model.state_dict(), **states}, save)
+    return losses, norms
+
+
+def _forward_step(batches, model):
+    tokens = next(batches)
+    rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    chunks = torch.arange(LENGTH).chunk(2 * ranks)
+    positions = torch.cat((chunks[rank], chunks[-1 - rank])) if ranks > 1 else chunks[0].new_tensor(range(LENGTH))
+    output = model(tokens[:, positions], positions.expand(BATCH, -1), None, labels=tokens[:, positions + 1])
+    # Megatron multiplies a loss by the number of context-parallel ranks.
+    return output, lambda loss: (loss.float().mean() / ranks, {"loss": loss.detach().float().mean()})
+
+
+def _gradient_norm(model):
+    """Of all parameters of all ranks, each counted once."""
+    first_rank = parallel_state.get_tensor_model_parallel_rank() == 0
+    squares = [
+        parameter.main_grad.double().square().sum()
+        for parameter in model.parameters()
+        if (first_rank or getattr(parameter, "tensor_model_parallel", False))
+        and not getattr(parameter, "shared", False)
+    ]
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    return total.sqrt().item()
+
+
+def plain_linear_calls(rank, sequence_parallel):
+    """The collectives that Megatron's own column-parallel linear starts: in its forward, and in its backward."""
+    x, weight = torch.ones(4, 2, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
+    parallel_state._set_global_memory_buffer()
+    try:
+        with on_cpu():
+            with recorded_calls() as forward:
+                y = linear_with_grad_accumulation_and_async_allreduce(
+                    x, weight, None, gradient_accumulation_fusion=False, allreduce_dgrad=not sequence_parallel,
+                    sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD,
+                )  # fmt: skip
+            with recorded_calls() as backward:
+                y.sum().backward()
+    finally:
+        parallel_state.destroy_global_memory_buffer()
+    return forward, backward

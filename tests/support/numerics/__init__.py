@@ -1,0 +1,1 @@
+"""Checks of ops against fp64, and of calls and launches."""

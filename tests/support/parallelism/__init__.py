@@ -1,0 +1,1 @@
+"""Parallel layers and models beside one process."""

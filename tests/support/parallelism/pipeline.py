@@ -1,0 +1,126 @@
+"""Two pipeline stages on each of two ranks, each a layer over two tensor-parallel ranks, under torch's schedules."""
+
+import collections
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_input
+
+from parallel_ops.comm.transport.c10d import C10dTransport
+from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
+from parallel_ops.tensor_parallel import DeferredWeightGradients
+from parallel_ops.tensor_parallel.linear import chunked as _chunked
+from support.parallelism.layers import mesh_of, set_handles
+
+SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}
+STAGES, BATCH, MICRO_BATCHES = 4, 8, 4
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "qk_norm": True},
+    "gpt": {},
+    "sinks": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "attention_bias": True, "sink": True},
+}
+
+
+class Stage(nn.Module):
+    """A layer whose batch comes first, since torch splits there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return out.contiguous()
+
+
+def step(
+    rank: int, schedule: str, deferred: bool, kind: str = "llama"
+) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
+    """(this rank's gradients, losses of the micro-batches, exchanges by op) of one step of sequence-parallel layers."""
+    mesh = mesh_of(pp=2, tp=2)
+    torch.manual_seed(0)
+    layers = [
+        ParallelTransformerLayer(32, 4, tp_mesh=mesh["tp"], sequence_parallel=True, **LAYERS[kind])
+        for _ in range(STAGES)
+    ]
+    stages = []
+    for index in range(mesh.rank("pp"), STAGES, 2):
+        queue = DeferredWeightGradients() if deferred else None
+        set_handles(layers[index], queue, main=False)
+        builder = None if queue is None else queue.dw_builder
+        stages.append(
+            PipelineStage(
+                Stage(layers[index]), index, STAGES, torch.device("cpu"), group=mesh.group("pp"), dw_builder=builder
+            )
+        )
+    run = SCHEDULES[schedule](stages, n_microbatches=MICRO_BATCHES, loss_fn=lambda y, t: (y - t).square().sum())
+    generator = torch.Generator().manual_seed(3)
+    # A rank of a stage holds half of the tokens; both get the same here.
+    x, target = torch.randn(2, BATCH, 4, 32, generator=generator).unbind()
+    losses: list[Tensor] = []
+    with Exchanges() as exchanges:
+        if mesh.rank("pp") == 0:
+            run.step(x.requires_grad_(), target=target, losses=losses)
+        else:
+            run.step(target=target, losses=losses)
+    grads = {
+        f"{stage.stage_index}.{name}": p.grad.to_local()
+        for stage in stages
+        for name, p in stage.submod.named_parameters()
+    }
+    return grads, [loss.item() for loss in losses], dict(exchanges.made)
+
+
+def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[str]]:
+    """Parameters that a split backward computes together although one of the ops that read them leads to another."""
+    mesh, options = mesh_of(tp=2)["tp"], LAYERS.get(kind, {})
+    if kind == "experts":
+        options = {"mlp": ParallelMoE(
+            32, 48, 4, 2, tp_mesh=mesh, sequence_parallel=sequence_parallel, bias=True, router_bias=True
+        )}  # fmt: skip
+    layer = ParallelTransformerLayer(32, 4, tp_mesh=mesh, sequence_parallel=sequence_parallel, **options)
+    x = torch.randn(4, 2, 32, requires_grad=True)
+    y = layer(x)
+    names = {_get_grad_fn_or_grad_acc(p): name for name, p in layer.named_parameters()}
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], layer.parameters())
+    chained = []
+    for group in groups:
+        reached, waiting = set(), [n for node in group["intermediates"] for n, _ in node.next_functions]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in reached:
+                reached.add(node)
+                waiting += [n for n, _ in node.next_functions]
+        if reached & set(group["intermediates"]):
+            chained.append(sorted(names[p] for p in group["params"]))
+    return chained
+
+
+class Exchanges:
+    """Counts the exchanges that overlapped linears make, by op."""
+
+    def __init__(self) -> None:
+        self.made: collections.Counter[str] = collections.Counter()
+
+    def __enter__(self) -> "Exchanges":
+        self._init, self._collective, made = _chunked.Exchange.__init__, C10dTransport._collective, self.made
+        init, collective = self._init, self._collective
+
+        def counting(exchange: Any, op: str, *args: Any) -> None:
+            made[op] += 1
+            init(exchange, op, *args)
+
+        def counting_collectives(transport: Any, op: str, *args: Any) -> Any:
+            handle = collective(transport, op, *args)
+            made[op] += handle is not None
+            return handle
+
+        _chunked.Exchange.__init__ = counting  # type: ignore[method-assign]
+        C10dTransport._collective = counting_collectives  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _chunked.Exchange.__init__ = self._init  # type: ignore[method-assign]
+        C10dTransport._collective = self._collective  # type: ignore[method-assign]

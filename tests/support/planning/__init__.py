@@ -1,0 +1,1 @@
+"""Plans and scenarios of the planner."""

@@ -1,0 +1,357 @@
+"""What each rank does in the tests of ``Trainer``, and the settings that they train."""
+
+import contextlib
+import gc
+import io
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel_ops.comm import ParallelMesh
+from parallel_ops.train import Trainer, loop
+from parallel_ops.train.checkpoint import resume
+from parallel_ops.train.checkpoint.writer import CheckpointWriter
+from parallel_ops.train.config import Settings
+from parallel_ops.train.report import outputs
+from parallel_ops.train.results import Result
+from support.parallelism.layers import mesh_of
+
+VOCABULARY = 31
+MODELS = {
+    "gpt": {"vocab_size": VOCABULARY, "seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4},
+    "llama": {
+        "vocab_size": VOCABULARY, "seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+        "num_kv_heads": 4, "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary",
+        "tied_embeddings": False,
+    },
+}  # fmt: skip
+# As DeepSeek's: a first layer without experts, a shared one, groups, and both kinds of balance.
+MODELS["experts"] = MODELS["llama"] | {
+    "experts": {
+        "num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "shared_experts": 1, "dense_layers": 1, "score": "sigmoid",
+        "groups": 4, "top_groups": 2, "selection_bias": True, "balance_rate": 0.01, "scale": 2.0, "aux_loss": 0.05,
+        "z_loss": 0.01,
+    }
+}  # fmt: skip
+# As GPT-OSS: sinks, windows in turn, biases of attention, of the router and of experts, clamped SwiGLU, and YaRN.
+MODELS["gpt-oss"] = MODELS["llama"] | {
+    "attention_bias": True, "attention_sinks": True, "window": (5, None),
+    "rotary_scaling": {"factor": 4.0, "original_length": 12, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False},
+    "experts": {
+        "num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "top_k_first": True, "router_bias": True, "bias": True,
+        "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "swiglu_up_offset": 1.0, "aux_loss": 0.05,
+    },
+}  # fmt: skip
+
+
+# A run of two ranks as a file, of tokens.bin beside it.
+RUN = """
+[run]
+steps = 400
+[model]
+vocab_size = 64
+seq_length = 32
+num_layers = 1
+hidden_size = 32
+num_heads = 4
+[data]
+paths = ["tokens.bin"]
+[parallel]
+dp = 2
+zero = 3
+global_batch = 4
+[precision]
+dtype = "fp32"
+[checkpoint]
+dir = "checkpoints"
+[logging]
+jsonl = "metrics.jsonl"
+"""
+
+
+def data_file(folder: Path) -> Path:
+    """Tokens that follow one another by a rule, in documents of some 12."""
+    generator = np.random.default_rng(0)
+    steps = generator.integers(1, 3, 6000)
+    tokens = 1 + np.cumsum(steps) % (VOCABULARY - 1)
+    tokens[np.cumsum(generator.integers(2, 22, 400))] = 0
+    path = folder / "tokens.bin"
+    tokens.astype("uint16").tofile(path)
+    return path
+
+
+def write_tokens(path: Path, *, seed: int, count: int) -> None:
+    """A token file that is there as a whole."""
+    part = path.with_name(f".{path.name}")
+    np.random.default_rng(seed).integers(1, VOCABULARY, count).astype("uint16").tofile(part)
+    part.rename(path)
+
+
+def settings_of(data: Path, /, **sections: Any) -> Settings:
+    """Of a small run; ``sections`` go over it key by key."""
+    base: dict[str, Any] = {
+        "run": {"steps": 5, "device": "cpu", "seed": 3},
+        "model": MODELS["gpt"],
+        "data": {"paths": [str(data)], "eos_id": 0},
+        "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, "warmup": 2},
+        "parallel": {"global_batch": 8, "micro_batch": 1},
+        "precision": {"dtype": "fp32"},
+    }
+    for name, section in sections.items():
+        own = {} if name == "model" else base.get(name, {})
+        base[name] = {**own, **section}
+    if "sources" in base["data"]:
+        del base["data"]["paths"]
+    return Settings.model_validate(base)
+
+
+def trainer_of(settings: Settings, **options: Any) -> Trainer:
+    plan = settings.plan
+    sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+    return Trainer(settings, mesh_of(**sizes) if dist.is_initialized() else None, **options)
+
+
+def steps_of(
+    rank: int, settings: Settings, resume: Path | None = None, steps: int | None = None
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the steps that are left, or of some; a checkpoint after them if there is a folder."""
+    trainer = trainer_of(settings)
+    if resume is not None:
+        trainer.resume(resume)
+    return _stepped(trainer, settings.run.steps if steps is None else trainer.global_step + steps)
+
+
+def steps_of_phase(rank: int, settings: Settings, source: Path) -> tuple[list[str], list[tuple[float, float]]]:
+    """The lines at the start of a phase, and the same of its first two steps."""
+    trainer = trainer_of(settings)
+    return trainer.begin_phase(source), _stepped(trainer, 2)
+
+
+def _stepped(trainer: Trainer, end: int) -> list[tuple[float, float]]:
+    found = []
+    while trainer.global_step < end:
+        step = trainer.step()
+        found.append((step.loss, step.grad_norm))
+    trainer.loader.close()
+    if trainer.settings.checkpoint.dir is not None:
+        trainer.save()
+    return found
+
+
+def steps_of_each(rank: int, settings: list[Settings]) -> list[tuple[float, float]]:
+    """As ``steps_of``, each rank with settings of its own."""
+    return steps_of(rank, settings[rank])
+
+
+def resumed_from_each(rank: int, settings: Settings, checkpoints: list[Path]) -> None:
+    """Each rank resumes from a checkpoint of its own."""
+    trainer_of(settings).resume(checkpoints[rank])
+
+
+def printed(rank: int, settings: Settings) -> tuple[str, str]:
+    """What a whole run prints on this rank: standard output and error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        train(rank, settings)
+    return out.getvalue(), err.getvalue()
+
+
+def train(rank: int, settings: Settings, resume: Path | None = None) -> Result:
+    trainer = trainer_of(settings)
+    if resume is not None:
+        trainer.resume(resume)
+    return trainer.train()
+
+
+def train_with_a_signal(rank: int, settings: Settings, number: int, at: int) -> Result:
+    """The last rank alone gets a signal, in its step ``at``."""
+    trainer = trainer_of(settings)
+    take = trainer.step
+
+    def step(**options: Any) -> Any:
+        if trainer.global_step == at - 1 and rank == trainer.world - 1:
+            os.kill(os.getpid(), number)
+        return take(**options)
+
+    with mock.patch.object(trainer, "step", step):
+        return trainer.train()
+
+
+def train_killed(rank: int, settings: Settings, killed: tuple[int, ...], save: int) -> None:
+    """Ranks that end in the middle of the save of this number, after their own data are written."""
+    with _in_save(save, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank in killed else None):
+        trainer_of(settings).train()
+
+
+def train_on_a_full_disk(rank: int, settings: Settings, save: int) -> Result:
+    """From this save on no file can have more than some bytes, as the system says it."""
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with _in_save(save, fill, before=True), mock.patch.object(loop, "_PAUSE_SECONDS", 0.1):
+            return trainer_of(settings).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> Any:
+    write, count = CheckpointWriter.write_data, 0
+
+    def write_data(self: Any, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if before and count == number:
+            act()
+        written = write(self, *args)
+        if not before and count == number:
+            act()
+        return written
+
+    with mock.patch.object(CheckpointWriter, "write_data", write_data):
+        yield
+
+
+def many_trainers(rank: int, settings: Settings, number: int) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
+    """Groups, files and threads before and after runs in one process, and the last checkpoint of each run."""
+
+    def count() -> tuple[int, ...]:
+        gc.collect()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        return groups, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def run(index: int) -> str:
+        folder = settings.checkpoint.dir / str(index)
+        own = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"dir": folder})})
+        mesh = ParallelMesh(dp_shard=2)
+        with Trainer(own, mesh) as trainer:
+            result = trainer.train()
+        mesh.close()
+        assert result.checkpoint is not None
+        return result.checkpoint.name
+
+    run(-1)
+    before = count()
+    saved = [run(index) for index in range(number)]
+    return before, count(), saved
+
+
+def train_where_saves_fail(rank: int, settings: Settings, failing: int, failures: int) -> tuple[int, list[str]]:
+    """The last rank cannot write from its save number ``failing`` on, as often as ``failures`` says."""
+    write, count, said = CheckpointWriter.write_data, 0, list[str]()
+
+    def write_data(self: Any, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == dist.get_world_size() - 1 and failing <= count < failing + failures:
+            raise OSError(5, "Input/output error")
+        return write(self, *args)
+
+    def warn(text: str) -> None:
+        said.append(text)
+
+    with (
+        mock.patch.object(CheckpointWriter, "write_data", write_data),
+        mock.patch.object(loop, "_PAUSE_SECONDS", 0.1),
+        mock.patch.object(outputs, "warn", warn),
+    ):
+        return trainer_of(settings).train().step, said
+
+
+def saved_while_it_changes(rank: int, settings: Settings) -> bool:
+    """Whether what is written beside the steps is what was there when the save began."""
+    trainer = trainer_of(settings)
+    trainer.step()
+    store = resume.checkpointer(trainer)
+    assert store is not None
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    resume.save(trainer, store)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+    for state in trainer.optimizer.state.values():
+        state["exp_avg"].zero_()
+    store.wait()
+    trainer.resume()
+    moved = all(bool((state["exp_avg"] != 0).any()) for state in trainer.optimizer.state.values())
+    return moved and all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
+    """The loss scale after each step, and which were skipped."""
+    trainer = trainer_of(settings)
+    scales, skipped = [], []
+    while trainer.global_step < settings.run.steps:
+        step = trainer.step()
+        loop.check_finite(trainer, step)
+        scales.append(trainer.scale.scale)
+        skipped.append(step.skipped)
+    trainer.loader.close()
+    return scales, skipped
+
+
+def tuned(rank: int, settings: Settings, folder: Path) -> tuple[list[float], torch.Tensor]:
+    """The losses of a run, and the logits ``[s, vocabulary]`` of a row of tokens after it; saved for transformers."""
+    trainer, losses = trainer_of(settings), []
+    while trainer.global_step < settings.run.steps:
+        losses.append(trainer.step().loss)
+    trainer.loader.close()
+    trainer.save_pretrained(folder)
+    with torch.no_grad():
+        logits = trainer.model.eval()(torch.arange(12)[:, None] % VOCABULARY)[:, 0]
+    return losses, logits
+
+
+def bytes_a_parameter(rank: int, settings: Settings) -> float:
+    """Of all tensors that are alive when the optimizer takes its second step, beside what was there before."""
+    before, found = _alive(), []  # kept alive, or a new tensor could have the address of one that was freed
+    trainer = trainer_of(settings)
+    whole = sum(p.numel() for p in trainer.model.parameters())
+
+    def count(*_: Any) -> None:
+        found.append(sum(storage.nbytes() for memory, storage in _alive().items() if memory not in before))
+
+    trainer.optimizer.register_step_pre_hook(count)
+    for _ in range(2):
+        trainer.step()
+    trainer.loader.close()
+    return found[-1] / whole
+
+
+def _alive() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors, by its address."""
+    gc.collect()
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+    storages = [t.untyped_storage() for t in found if t.layout is torch.strided]
+    return {storage.data_ptr(): storage for storage in storages}
+
+
+def evaluated(rank: int, settings: Settings) -> list[tuple[float, float, float]]:
+    """Loss and gradient norm of each step, and the loss of an evaluation after it."""
+    trainer, found = trainer_of(settings), []
+    while trainer.global_step < settings.run.steps:
+        step = trainer.step()
+        found.append((step.loss, step.grad_norm, trainer.evaluate()))
+    trainer.loader.close()
+    return found
+
+
+def saved_both_ways(rank: int, settings: Settings, folder: Path) -> None:
+    """A checkpoint after a step, and the Hugging Face folder of the same model."""
+    trainer = trainer_of(settings)
+    trainer.step()
+    trainer.loader.close()
+    trainer.save()
+    if settings.plan.pp == 1:
+        trainer.save_pretrained(folder)

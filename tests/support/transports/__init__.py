@@ -1,0 +1,1 @@
+"""Stand-ins of NCCL and CUDA, loopback groups, and collectives."""
