@@ -131,8 +131,10 @@ def test_a_command_takes_its_options_and_values(commands, keys, page, line):
 
 def check_values(values, keys):
     """Raises where a value is none that the command would take; files need not be there."""
-    model = inputs.model(values["model"], values.get("seq")) if values.get("model") else None
-    own = str(values.get("cluster") or "").endswith(".json")  # a measured machine of the reader's
+    theirs = (".json", ".toml")  # a file of the reader's, such as a measured machine
+    model_is_theirs = str(values.get("model") or "").endswith(theirs)
+    model = inputs.model(values["model"], values.get("seq")) if values.get("model") and not model_is_theirs else None
+    own = str(values.get("cluster") or "").endswith(theirs)
     cluster = inputs.cluster(values["cluster"]) if values.get("cluster") and not own else None
     sequences = inputs.batch(values["batch"], model.seq_length) if model else 0
     target = values.get("system") or values.get("format")

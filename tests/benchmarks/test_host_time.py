@@ -24,5 +24,5 @@ def test_host_time(tmp_path):
     assert launches == {ops[0]: 0, ops[1]: 2, ops[2]: 4, ops[3]: 4, ops[4]: 4}
     assert 0 < float(rows["nothing"]["chain_min_us"]) < float(rows["rms_norm"]["chain_min_us"]) < 120
     assert float(rows["rms_norm"]["forward_min_us"]) < float(rows["rms_norm"]["chain_min_us"])
-    assert float(rows["flash_attention"]["chain_min_us"]) < 180
+    assert float(rows["flash_attention"]["chain_min_us"]) < 220  # 177 on two cores of an EPYC, 2026-11
     assert all(row["driver_calls"] == "stand-in" for row in rows.values())

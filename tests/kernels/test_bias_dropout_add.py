@@ -90,7 +90,7 @@ def interpreted(p, seed, index_offset, row_positions=None):
 
 
 def reference(p, seed, index_offset):
-    return functools.partial(bias_dropout_add_reference, p=p, seed=seed, index_offset=index_offset)
+    return functools.partial(bias_dropout_add_reference, dropout_p=p, dropout_seed=seed, index_offset=index_offset)
 
 
 DRAWS = [
@@ -142,7 +142,7 @@ def test_interpreted_with_rows_from_anywhere(shape, index_offset):
     positions = torch.tensor([2, 0, 2**34 // 72, 7])
     x, bias, residual = (randn(*s, dtype=torch.float32, seed=i) for i, s in enumerate([shape, shape[-1:], shape]))
     options = {"index_offset": index_offset, "row_positions": positions}
-    theirs = functools.partial(bias_dropout_add_reference, p=0.3, seed=SEED, **options)
+    theirs = functools.partial(bias_dropout_add_reference, dropout_p=0.3, dropout_seed=SEED, **options)
     suite.check_numerics(interpreted(0.3, SEED, **options), theirs, [x, bias, residual], slack_ulps=2)
     suite.check_numerics(interpreted(0.3, SEED, **options), theirs, [x, None, residual], slack_ulps=2)
 

@@ -205,7 +205,7 @@ def forward(
     if chunking.group is not None:
         group = resolve_group(chunking.group)
         of_teacher = teacher.shape[-1] if teacher_weight is not None else None, teacher.itemsize
-        kind = (temperature, *chunking[1:], hidden.shape[-1], weight.itemsize, bias is None, *of_teacher)
+        kind = (temperature, *chunking.same, hidden.shape[-1], weight.itemsize, bias is None, *of_teacher)
         layout = agreed_layout(NAME, group, weight.shape[0], ignored, _IGNORED, kind)
     widest = weight.shape[0] if layout is None else max(layout.sizes)
     student, of_teacher_chunks = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest)
@@ -238,7 +238,7 @@ def backward_of_chunks(
     if chunking.group is not None:
         group = resolve_group(chunking.group)
         widest = max(known_layout(group, weight.shape[0]).sizes)
-        same = (grad.numel(), temperature, *chunking[1:])
+        same = (grad.numel(), temperature, *chunking.same)
         check_consistency(group, CallSignature(f"backward of {NAME}", same, f"{grad.numel()} rows"), grad.device)
     student, of_teacher = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest)
     kept = student.split(saved, 1)

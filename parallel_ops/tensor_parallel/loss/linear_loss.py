@@ -34,7 +34,7 @@ def forward(
     group = layout = None
     if chunking.group is not None:
         group = resolve_group(chunking.group)
-        kind = (*chunking[1:], hidden.shape[-1], weight.itemsize, bias is None, class_weight is None)
+        kind = (*chunking.same, hidden.shape[-1], weight.itemsize, bias is None, class_weight is None)
         layout = agreed_layout(NAME, group, weight.shape[0], target, options, kind)
     chunks = Chunks(hidden, weight, bias, chunking, weight.shape[0] if layout is None else max(layout.sizes))
     loss, column, saved, _ = kernels.empty_outputs(weight, target, class_weight, options._replace(reduction=NONE))
@@ -65,7 +65,7 @@ def backward_per_row(
     if chunking.group is not None:
         group, rows = resolve_group(chunking.group), grad.numel()
         widest = max(known_layout(group, weight.shape[0]).sizes)
-        same = (rows, *options, *chunking[1:])
+        same = (rows, *options, *chunking.same)
         check_consistency(group, CallSignature(f"backward of {NAME}", same, f"{rows} rows"), grad.device)
     chunks = Chunks(hidden, weight, bias, chunking, widest)
     columns, kept = chunks.split(column), chunks.split(saved, 1)

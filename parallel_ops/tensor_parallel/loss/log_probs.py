@@ -212,7 +212,7 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor,
     group = layout = None
     if chunking.group is not None:
         group = resolve_group(chunking.group)
-        kind = (*options, *chunking[1:], hidden.shape[-1], weight.itemsize, bias is None)
+        kind = (*options, *chunking.same, hidden.shape[-1], weight.itemsize, bias is None)
         layout = agreed_layout(NAME, group, weight.shape[0], tokens, options.of_loss(), kind)
     chunks = Chunks(hidden, weight, bias, chunking, weight.shape[0] if layout is None else max(layout.sizes))
     log_probs, entropy, column, saved = fake(hidden, weight, bias, tokens, *arguments)
@@ -272,7 +272,7 @@ def backward_of_chunks(
     if chunking.group is not None:
         group, rows = resolve_group(chunking.group), grad.numel()
         widest = max(known_layout(group, weight.shape[0]).sizes)
-        same = (rows, *options, *chunking[1:], grad_entropy is None)
+        same = (rows, *options, *chunking.same, grad_entropy is None)
         check_consistency(group, CallSignature(f"backward of {NAME}", same, f"{rows} rows"), grad.device)
     chunks = Chunks(hidden, weight, bias, chunking, widest)
     columns, kept = chunks.split(column), chunks.split(saved, 1)

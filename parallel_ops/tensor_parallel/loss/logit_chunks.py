@@ -21,6 +21,11 @@ class ChunkOptions(NamedTuple):
     chunk_bytes: int
     needs: list[bool]  # whether hidden, weight and bias need a gradient
 
+    @property
+    def same(self) -> tuple[object, ...]:
+        """What ranks compare, hashable: a call that is checked once is remembered by it."""
+        return self.parts, self.chunk_bytes, *self.needs
+
 
 def _max_rows(options: ChunkOptions, widest: int, weight: Tensor) -> int:
     """Largest number of rows of hidden in a chunk, if the widest rank has ``widest`` columns."""

@@ -4,11 +4,13 @@ import json
 from typing import Any
 
 # Old key: new key. Both as ``section.key``.
-KEYS = {"model.reduction": "model.grad_reduce"}
+KEYS = {"model.reduction": "model.grad_reduce", "precision.fp8": "precision.linears"}
 # New key: {old value: new value}.
 VALUES: dict[str, dict[Any, Any]] = {
     "model.grad_reduce": {"exact": "fp32"},
     "parallel.cp_kind": {"all-to-all": "all_to_all"},
+    "parallel.cuda_graph": {"true": "full", "false": "none"},
+    "precision.linears": {"none": "bf16", "current": "fp8_rowwise"},
 }
 
 

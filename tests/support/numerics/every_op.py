@@ -79,7 +79,8 @@ def _column_parallel_linear(group: Any) -> None:
 def _ring_attention(group: Any) -> None:
     tokens = 8
     for options in (
-        {}, {"layout": "contiguous"}, {"causal": False}, {"window": 3, "layout": "contiguous"}, {"window": 3},
+        {}, {"cp_layout": "contiguous"}, {"causal": False}, {"window_size": (2, 0), "cp_layout": "contiguous"},
+        {"window_size": (2, 0)},
         {"algorithm": "all_gather"}, {"algorithm": "all_to_all"},
         {"algorithm": "hybrid", "ulysses_degree": 2},
         {"cu_seqlens": torch.tensor([0, 5, tokens * group.size()], dtype=torch.int32)},
@@ -103,6 +104,25 @@ def _linear_cross_entropy(group: Any) -> None:
             tensor_parallel.vocab_parallel_linear_cross_entropy(
                 _leaf(rows, 8), _leaf(5, 8), target, group=group, sequence_parallel=sequence_parallel
             ).backward()
+
+
+def _linear_log_probs(group: Any) -> None:
+    tokens = torch.arange(6 * group.size()) % 5
+    for sequence_parallel in (False, True):
+        rows = 6 if sequence_parallel else 6 * group.size()
+        for _ in range(2):
+            found = tensor_parallel.vocab_parallel_linear_log_probs(
+                _leaf(rows, 8), _leaf(5, 8), tokens, group=group, sequence_parallel=sequence_parallel
+            )
+            (found.log_probs.sum() + found.entropy.sum()).backward()
+
+
+def _linear_kl_divergence(group: Any) -> None:
+    for _ in range(2):
+        teacher = {"teacher": _leaf(6, 4).detach(), "teacher_weight": _leaf(5, 4).detach()}
+        tensor_parallel.vocab_parallel_linear_kl_divergence(
+            _leaf(6, 8), _leaf(5, 8), **teacher, group=group
+        ).sum().backward()
 
 
 def _dispatch(group: Any) -> None:
@@ -130,6 +150,8 @@ OPS: dict[str, Callable[[Any], None]] = {
     "ring_attention": _ring_attention,
     "vocab_parallel_cross_entropy": _cross_entropy,
     "vocab_parallel_linear_cross_entropy": _linear_cross_entropy,
+    "vocab_parallel_linear_log_probs": _linear_log_probs,
+    "vocab_parallel_linear_kl_divergence": _linear_kl_divergence,
 }
 
 

@@ -33,7 +33,8 @@ _SOURCES = {
     ("chunked.py", "scatter"): "reduce-scatter",
     ("column_parallel_linear.py", None): "all-reduce",  # whose sums are scattered and gathered
     ("ring.py", None): "send-receive",
-    ("ulysses.py", None): "all-to-all",
+    ("ulysses.py", "tokens_to_heads"): "all-to-all",
+    ("ulysses.py", "heads_to_tokens"): "all-to-all",
 }
 # Methods of a process group, by their names in torch 2.11 and in 2.13: kind, and bytes that a rank sends.
 _METHODS = {
