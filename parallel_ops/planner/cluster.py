@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel_ops.planner.checks import check_choice, check_counts, check_figures
-from parallel_ops.planner.hashing import hashed_once
 from parallel_ops.planner.precision import DTYPES, peak_name
+from parallel_ops.planner.speed import hashed_once
 
 PEAKS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 

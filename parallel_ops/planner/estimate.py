@@ -9,10 +9,10 @@ from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.software import CURRENT, constants_of
 from parallel_ops.planner.feasibility import check
 from parallel_ops.planner.memory.memory import memory, process_memory
+from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.recomputation import recomputed
 from parallel_ops.planner.results import Estimate, Transfer
 from parallel_ops.planner.rules import broken_rules
 from parallel_ops.planner.schedules.schedule import Simulation

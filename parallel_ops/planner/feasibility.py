@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_stages, process_memory
+from parallel_ops.planner.memory.recomputation import elementwise_only, recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import peak_name
-from parallel_ops.planner.recomputation import elementwise_only, recomputed
 from parallel_ops.planner.results import GIB, StageMemory
 from parallel_ops.planner.schedules.schedule import micro_batch_problem, nearest_micro_batches
 

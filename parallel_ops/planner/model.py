@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel_ops.planner.checks import check_choice, check_counts, check_figures
-from parallel_ops.planner.hashing import hashed_once
+from parallel_ops.planner.speed import hashed_once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from parallel_ops.planner.checks import check_choice, check_counts, unknown
+from parallel_ops.planner.memory.recomputation import KINDS, check_recompute
 from parallel_ops.planner.precision import DTYPES, stored
-from parallel_ops.planner.recomputation import KINDS, check_recompute
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 # Two chunks of layers per rank, the second in reverse order of the ranks, so that rank 0 holds both ends of the model.

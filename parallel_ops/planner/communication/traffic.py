@@ -38,12 +38,12 @@ from parallel_ops.planner.communication.network import (
 )
 from parallel_ops.planner.compute.compute import Passes, Work, attention_seconds
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import leaves_node, recomputed_share
 from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.precision import FORMATS
-from parallel_ops.planner.recomputation import recomputed
 from parallel_ops.planner.results import Transfer
 
 Transfers = list[tuple[Transfer, float]]

@@ -20,11 +20,11 @@ from typing import NamedTuple
 from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.products import Engine, linear, product
+from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS, stored
-from parallel_ops.planner.recomputation import recomputed
 
 # 16-bit FLOPs and exponentials of a multiprocessor a clock, where FLOPs no longer take longer for heads of 64.
 _SFU_BOUND = {"blackwell": (8192, 16)}

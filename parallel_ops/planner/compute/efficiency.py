@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import check_figures
-from parallel_ops.planner.hashing import hashed_once
+from parallel_ops.planner.speed import hashed_once
 
 # Bytes/s per GPU of an optimizer on the host: DeepSpeed's on a node of eight A800 (presets/software.json) reaches
 # 1.8e9, PyTorch's on one of 16 V100 1.4e9 (arXiv:2101.06840, table 4).

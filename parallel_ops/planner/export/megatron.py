@@ -12,10 +12,10 @@ from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import chunk_layers, leaves_node
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.recomputation import recomputed
 
 Option = tuple[str, ...]
 _FP16: Option = ("--fp16",)

@@ -7,10 +7,10 @@ functions, and the heads that latent attention expands (arXiv:2412.19437, sectio
 
 from functools import lru_cache
 
+from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.recomputation import recomputed
 
 
 def _layer_bytes(

@@ -9,7 +9,6 @@ Each family has its own file in ``parallel_ops/planner/schedules/``, with its so
 
 from collections.abc import Callable
 
-from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.schedules.action import (
     WHOLE_BACKWARD,
     Action,
@@ -25,6 +24,7 @@ from parallel_ops.planner.schedules.simulate import Simulation, peak_activations
 from parallel_ops.planner.schedules.times import Times
 from parallel_ops.planner.schedules.v_shaped import dualpipe_v, zb_v
 from parallel_ops.planner.schedules.zero_bubble import zb_h1, zb_h2
+from parallel_ops.planner.speed import without_collection
 
 __all__ = [
     "KINDS",

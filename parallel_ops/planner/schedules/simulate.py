@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.program import Program
 from parallel_ops.planner.schedules.times import Times
+from parallel_ops.planner.speed import without_collection
 
 
 @dataclass(frozen=True)

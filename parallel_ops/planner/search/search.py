@@ -24,13 +24,13 @@ from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.software import CURRENT, constants_of
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export import find_target, systems
-from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, family, features
 from parallel_ops.planner.search.candidates import Candidates
 from parallel_ops.planner.search.options import SearchOptions, default_options, dispatched, within_target
 from parallel_ops.planner.search.sensitivity import sensitivity
+from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import StepTime, step_seconds
 
 # A near miss exceeds a GPU's memory by at most a share NEAR and is faster than the best plan by at least FASTER.

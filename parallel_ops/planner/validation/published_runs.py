@@ -16,10 +16,10 @@ from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.feasibility import problem, quick_memory_problem
+from parallel_ops.planner.memory.recomputation import MODULES
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS
-from parallel_ops.planner.recomputation import MODULES
 from parallel_ops.planner.step import step_seconds
 from parallel_ops.planner.validation.measurement import Measurement, rows
 

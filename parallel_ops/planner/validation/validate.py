@@ -7,10 +7,10 @@ from typing import Any
 
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.feasibility import quick_memory_problem
-from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.schedules.schedule import Times, actions, simulate
+from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.validation.large_runs import titan_setting
 from parallel_ops.planner.validation.measurement import Measurement, table
 from parallel_ops.planner.validation.published import measurements, zero_bubble_setting

@@ -26,7 +26,7 @@ def test_it_starts_without_torch():
 
 def test_the_entry_point_is_the_command_line():
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, function = project["scripts"]["parallel-ops"].split(":")
     assert getattr(importlib.import_module(module), function) is __main__.main
 
