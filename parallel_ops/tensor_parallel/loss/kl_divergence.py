@@ -18,15 +18,15 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.dispatch.registration import cast_first, register
-from parallel_ops._internal.distributed.groups import group_name, resolve_group
+from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops._internal.gradients.split_backward import check_memory, requested
-from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors
+from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
-from parallel_ops.tensor_parallel.loss.cross_entropy import agreed_layout, known_layout, row_losses
+from parallel_ops.tensor_parallel.loss.cross_entropy import row_losses
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
-from parallel_ops.tensor_parallel.loss.linear_loss import fake_gradients
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, fake_gradients
 from parallel_ops.tensor_parallel.loss.log_probs import check_temperature, log_softmax, row_sums, scale_
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
 
@@ -200,14 +200,10 @@ def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: Tensor, teacher_weight: Tensor | None,
     temperature: float, *arguments: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    chunking, group, layout = ChunkOptions(*arguments), None, None
+    chunking = ChunkOptions(*arguments)
     ignored = torch.full(hidden.shape[:-1], _IGNORED.ignore_index, device=hidden.device).flatten()
-    if chunking.group is not None:
-        group = resolve_group(chunking.group)
-        of_teacher = teacher.shape[-1] if teacher_weight is not None else None, teacher.itemsize
-        kind = (temperature, *chunking.same, hidden.shape[-1], weight.itemsize, bias is None, *of_teacher)
-        layout = agreed_layout(NAME, group, weight.shape[0], ignored, _IGNORED, kind)
-    widest = weight.shape[0] if layout is None else max(layout.sizes)
+    kind = (temperature, None if teacher_weight is None else teacher.shape[-1], teacher.itemsize)
+    group, layout, widest = agreed(NAME, weight, bias, ignored, _IGNORED, chunking, kind)
     student, of_teacher_chunks = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest)
     loss, saved = fake(hidden, weight)
     losses, kept = student.split(loss), student.split(saved, 1)
@@ -234,12 +230,8 @@ def backward_of_chunks(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: Tensor, teacher_weight: Tensor | None,
     saved: Tensor, temperature: float, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    chunking, widest, group = ChunkOptions(*arguments), weight.shape[0], None
-    if chunking.group is not None:
-        group = resolve_group(chunking.group)
-        widest = max(known_layout(group, weight.shape[0]).sizes)
-        same = (grad.numel(), temperature, *chunking.same)
-        check_consistency(group, CallSignature(f"backward of {NAME}", same, f"{grad.numel()} rows"), grad.device)
+    chunking = ChunkOptions(*arguments)
+    group, widest = agreed_backward(NAME, weight, grad, chunking, (temperature,))
     student, of_teacher = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest)
     kept = student.split(saved, 1)
     for i, g in enumerate(student.split(grad)):

@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.distributed.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
-from parallel_ops.tensor_parallel.loss.cross_entropy import agreed_layout, known_layout, row_losses
+from parallel_ops.tensor_parallel.loss.cross_entropy import Layout, agreed_layout, known_layout, row_losses
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, weight_gradient_dtype
 
 NAME = "vocab_parallel_linear_cross_entropy"
@@ -18,6 +19,35 @@ NAME = "vocab_parallel_linear_cross_entropy"
 def options_of(arguments: Any) -> tuple[LossOptions, ChunkOptions]:
     """The options among the last arguments of the op."""
     return LossOptions(*arguments[:6]), ChunkOptions(*arguments[6:])
+
+
+def agreed(
+    op: str, weight: Tensor, bias: Tensor | None, target: Tensor, options: LossOptions, chunking: ChunkOptions,
+    kind: tuple[object, ...] = (),
+) -> tuple[ProcessGroup | None, Layout | None, int]:  # fmt: skip
+    """The group of a forward, its layout, and the columns of its widest rank; ranks that make different calls raise.
+
+    Args:
+        kind: compared between the ranks beside the options, the chunks and the tensors' forms.
+    """
+    if chunking.group is None:
+        return None, None, weight.shape[0]
+    group = resolve_group(chunking.group)
+    form = (*chunking.same, weight.shape[1], weight.itemsize, bias is None, *kind)
+    layout = agreed_layout(op, group, weight.shape[0], target, options, form)
+    return group, layout, max(layout.sizes)
+
+
+def agreed_backward(
+    op: str, weight: Tensor, grad: Tensor, chunking: ChunkOptions, kind: tuple[object, ...]
+) -> tuple[ProcessGroup | None, int]:
+    """The group of a backward and the columns of its widest rank; ranks that make different calls raise."""
+    if chunking.group is None:
+        return None, weight.shape[0]
+    group, rows = resolve_group(chunking.group), grad.numel()
+    call = CallSignature(f"backward of {op}", (rows, *kind, *chunking.same), f"{rows} rows")
+    check_consistency(group, call, grad.device)
+    return group, max(known_layout(group, weight.shape[0]).sizes)
 
 
 def in_forward(options: LossOptions, chunking: ChunkOptions) -> bool:
@@ -31,12 +61,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """(loss, column, saved, divisor, gradients of hidden, weight and bias of the sum of the losses)."""
     options, chunking = options_of(arguments)
-    group = layout = None
-    if chunking.group is not None:
-        group = resolve_group(chunking.group)
-        kind = (*chunking.same, hidden.shape[-1], weight.itemsize, bias is None, class_weight is None)
-        layout = agreed_layout(NAME, group, weight.shape[0], target, options, kind)
-    chunks = Chunks(hidden, weight, bias, chunking, weight.shape[0] if layout is None else max(layout.sizes))
+    group, layout, widest = agreed(NAME, weight, bias, target, options, chunking, (class_weight is None,))
+    chunks = Chunks(hidden, weight, bias, chunking, widest)
     loss, column, saved, _ = kernels.empty_outputs(weight, target, class_weight, options._replace(reduction=NONE))
     losses, columns, kept = chunks.split(loss), chunks.split(column), chunks.split(saved, 1)
     for i, t in enumerate(chunks.split(target)):
@@ -61,12 +87,7 @@ def backward_per_row(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients for reduction "none", whose forward keeps no chunk: each chunk of logits is computed again."""
     options, chunking = options_of(arguments)
-    widest, group = weight.shape[0], None
-    if chunking.group is not None:
-        group, rows = resolve_group(chunking.group), grad.numel()
-        widest = max(known_layout(group, weight.shape[0]).sizes)
-        same = (rows, *options, *chunking.same)
-        check_consistency(group, CallSignature(f"backward of {NAME}", same, f"{rows} rows"), grad.device)
+    group, widest = agreed_backward(NAME, weight, grad, chunking, options)
     chunks = Chunks(hidden, weight, bias, chunking, widest)
     columns, kept = chunks.split(column), chunks.split(saved, 1)
     for i, g in enumerate(chunks.split(grad)):

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.dispatch.registration import cast_first, register
-from parallel_ops._internal.distributed.groups import group_name, resolve_group
+from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops._internal.gradients.split_backward import check_memory, requested
-from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors
+from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.options import COLUMN_IGNORED, NONE, LossOptions, check_target_values
-from parallel_ops.tensor_parallel.loss.cross_entropy import agreed_layout, known_layout, row_losses
+from parallel_ops.tensor_parallel.loss.cross_entropy import row_losses
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
-from parallel_ops.tensor_parallel.loss.linear_loss import fake_gradients
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, fake_gradients
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
 
 NAME = "vocab_parallel_linear_log_probs"
@@ -209,12 +209,8 @@ def _options_of(arguments: Any) -> tuple[Options, ChunkOptions]:
 @communicates
 def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     options, chunking = _options_of(arguments)
-    group = layout = None
-    if chunking.group is not None:
-        group = resolve_group(chunking.group)
-        kind = (*options, *chunking.same, hidden.shape[-1], weight.itemsize, bias is None)
-        layout = agreed_layout(NAME, group, weight.shape[0], tokens, options.of_loss(), kind)
-    chunks = Chunks(hidden, weight, bias, chunking, weight.shape[0] if layout is None else max(layout.sizes))
+    group, layout, widest = agreed(NAME, weight, bias, tokens, options.of_loss(), chunking, options)
+    chunks = Chunks(hidden, weight, bias, chunking, widest)
     log_probs, entropy, column, saved = fake(hidden, weight, bias, tokens, *arguments)
     columns, kept = chunks.split(column), chunks.split(saved, 1)
     for i, t in enumerate(chunks.split(tokens)):
@@ -268,12 +264,7 @@ def backward_of_chunks(
     saved: Tensor, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options, chunking = _options_of(arguments)
-    widest, group = weight.shape[0], None
-    if chunking.group is not None:
-        group, rows = resolve_group(chunking.group), grad.numel()
-        widest = max(known_layout(group, weight.shape[0]).sizes)
-        same = (rows, *options, *chunking.same, grad_entropy is None)
-        check_consistency(group, CallSignature(f"backward of {NAME}", same, f"{rows} rows"), grad.device)
+    group, widest = agreed_backward(NAME, weight, grad, chunking, (*options, grad_entropy is None))
     chunks = Chunks(hidden, weight, bias, chunking, widest)
     columns, kept = chunks.split(column), chunks.split(saved, 1)
     of_entropy = [None] * chunks.count if grad_entropy is None else chunks.split(grad_entropy)
