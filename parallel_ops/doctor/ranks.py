@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -49,21 +49,28 @@ def check_ranks(
     for process in processes:
         process.start()
     try:
-        yield from _read(reports, ranks, seconds, processes)
+        yield from _read(reports, range(ranks), seconds, dict(enumerate(processes)))
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _read(reports: Any, ranks: int, seconds: float, processes: list[Any]) -> Iterator[Finding]:
-    doing, done = dict.fromkeys(range(ranks), "starting"), set[int]()
+def _read(
+    reports: Any, ranks: Iterable[int], seconds: float, processes: Mapping[int, Any], *, patience: float = 1.0
+) -> Iterator[Finding]:
+    """Findings from what ranks report, until all have ended, one is lost or none reports in time.
+
+    Args:
+        processes: Those of ranks that were started here. patience: Factor of the time between two reports.
+    """
+    doing, done = dict.fromkeys(ranks, "starting"), set[int]()
     deadline = time.monotonic() + _START + seconds
-    while len(done) < ranks:
+    while len(done) < len(doing):
         try:
             rank, state, text, took = reports.get(timeout=0.2)
         except queue.Empty:
-            lost = [r for r, process in enumerate(processes) if r not in done and not process.is_alive()]
+            lost = [r for r, process in processes.items() if r not in done and not process.is_alive()]
             if lost:
                 code = processes[lost[0]].exitcode
                 yield Finding(
@@ -72,12 +79,12 @@ def _read(reports: Any, ranks: int, seconds: float, processes: list[Any]) -> Ite
                 )  # fmt: skip
                 return
             if time.monotonic() > deadline:
-                yield _stuck(doing, done, seconds)
+                yield _stuck(doing, done, seconds * patience)
                 return
             continue
         if state == "begins":
             doing[rank] = text
-        deadline = time.monotonic() + 2 * seconds + (_START if "starting" in doing.values() else 0.0)
+        deadline = time.monotonic() + 2 * seconds * patience + (_START if "starting" in doing.values() else 0.0)
         if state == "failed":
             done.add(rank)
             yield Finding("failed", doing[rank], f"rank {rank}: {text}", _CURE)
@@ -95,31 +102,19 @@ def _stuck(doing: dict[int, str], done: set[int], seconds: float) -> Finding:
 
 
 def check_this_rank(seconds: float) -> Iterator[Finding]:
-    """The same for a process that torchrun has started as a rank, on any node. Ends the process if a call does not
-    return in time."""
+    """The same for a process that torchrun has started as a rank, on any node."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    reports, doing = queue.Queue[tuple[int, str, str, float]](), {rank: "starting"}
+    reports = queue.Queue[tuple[int, str, str, float]]()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     probe = threading.Thread(target=probe_rank, args=(rank, ranks, backend, None, seconds, reports), daemon=True)
     probe.start()
-    deadline = _START + seconds
-    while True:
-        try:
-            _, state, text, took = reports.get(timeout=deadline)
-        except queue.Empty:
-            yield _stuck(doing, set(), deadline)
-            return
-        deadline = 2 * seconds * max(1, ranks)
-        if state == "begins":
-            doing[rank] = text
-        elif state == "failed":
-            yield Finding("failed", doing[rank], f"rank {rank}: {text}", _CURE)
-            return
-        elif state == "ends":
-            probe.join()  # a thread of the backend that outlives its group aborts the process
-            return
-        elif text != "end" and (rank == 0 or text.startswith("send")):
-            yield Finding("ok", text, f"{took * 1e3:.1f} ms")
+    failed = False
+    # Between two calls of this rank are those of other pairs.
+    for finding in _read(reports, [rank], seconds, {}, patience=ranks):
+        failed = failed or finding.status == "failed"
+        yield finding
+    if not failed:
+        probe.join()  # a thread of the backend that outlives its group aborts the process
 
 
 def probe_rank(rank: int, ranks: int, backend: str, port: int | None, seconds: float, reports: Any) -> None:
