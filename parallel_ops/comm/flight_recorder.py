@@ -1,35 +1,32 @@
 """torch's flight recorder: the last collectives of this rank, for the report of a run that does not go on.
 
-The recorder keeps the calls of gloo and NCCL in a ring, with shapes, group and where in Python they were made. torch's
-``torchfrtrace`` reads its files.
+It is on by default, and keeps the calls of gloo and NCCL in a ring, with shapes, group and where in Python they were
+made. torch's ``torchfrtrace`` reads its files.
 """
 
 import json
 import math
-import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
-_CALLS = "2000"
 _PREFIX = "rank_"
 
 
-def start() -> None:
-    """Turns the recorder on, unless the user has set its size; before the first process group."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _CALLS)
+# Private functions, which torch may lack; JSON has what the file has.
+_recorder: Any = torch._C._distributed_c10d
 
 
-def unfinished() -> str:
-    """The oldest call that this rank has made and that has not ended, in words; empty if there is none."""
-    read = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if read is None:
-        return ""
-    entries = json.loads(read()).get("entries", [])
-    waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    if not waiting:
-        return ""
-    call = waiting[0]
+def _calls() -> list[dict[str, Any]]:
+    """The calls on record, the oldest first; none where the recorder is off."""
+    if not (hasattr(_recorder, "_dump_fr_trace") and hasattr(_recorder, "_dump_fr_trace_json")):
+        return []
+    found: list[dict[str, Any]] = json.loads(_recorder._dump_fr_trace_json()).get("entries", [])
+    return found
+
+
+def _described(call: dict[str, Any]) -> str:
     sizes = call["input_sizes"] or call["output_sizes"]
     elements = sum(math.prod(size) for size in sizes)
     dtypes = call["input_dtypes"] or call["output_dtypes"] or ["?"]
@@ -38,25 +35,22 @@ def unfinished() -> str:
     return f"{name} number {number} of group {call['process_group'][1]}, {elements} x {dtypes[0]}"
 
 
-def dump(folder: Path, rank: int) -> Path | None:
-    """Writes what this rank has recorded; ``None`` if there is nothing, or if it cannot be written."""
-    recorder = torch._C._distributed_c10d
-    read, as_json = (getattr(recorder, f"_dump_fr_trace{kind}", None) for kind in ("", "_json"))
-    if read is None or as_json is None or not json.loads(as_json()).get("entries"):
-        return None
+def report(folder: Path, rank: int) -> str:
+    """Writes the record of this rank; returns what to add to an error about a call that does not return.
+
+    The text names the oldest call that has not ended, and the file. It is empty where the recorder is off; a file that
+    cannot be written is left out.
+    """
+    calls, found = _calls(), ""
+    if not calls:
+        return found
+    waiting = (call for call in calls if not call["retired"] and call["state"] != "completed")
+    if (call := next(waiting, None)) is not None:
+        found += f"; rank {rank} waits in {_described(call)}"
+    path = folder / f"{_PREFIX}{rank}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{_PREFIX}{rank}"
-        path.write_bytes(read())
+        path.write_bytes(_recorder._dump_fr_trace())
     except OSError:
-        return None
-    return path
-
-
-def report(folder: Path, rank: int) -> str:
-    """What to add to an error about a call that does not return: the call, and where the record is."""
-    call = unfinished()
-    path = dump(folder, rank)
-    parts = [f"; rank {rank} waits in {call}"] if call else []
-    parts += [f"; torch's flight recorder: {path}"] if path else []
-    return "".join(parts)
+        return found
+    return f"{found}; torch's flight recorder: {path}"

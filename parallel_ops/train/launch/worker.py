@@ -104,7 +104,6 @@ def joined(
             "device": "cuda" if on_gpu else "cpu",
         }
         compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
-    flight_recorder.start()
     recorded = functools.partial(_recorded, report, _record_folder(settings), rank)
     watch = Watchdog(dist.PrefixStore("watch", store), rank, ranks, timeout, recorded, note)  # type: ignore[attr-defined]
     limit = group_timeout(timeout)
