@@ -13,7 +13,7 @@ from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
 from support.integrations.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
 from support.integrations.huggingface_hybrids import HYBRIDS
-from support.integrations.huggingface_models import CONFIGS, OLD, batch, step
+from support.integrations.huggingface_models import CONFIGS, OLD, batch, step, with_drawn_vectors
 
 families = pytest.mark.parametrize("family", DENSE)
 TOLERANCE = 3e-6
@@ -25,15 +25,6 @@ ALL_COMPOSITES = ["llava", "llava_next", "mistral3", "gemma3", "qwen2_vl", "qwen
 def model_of(family, **options):
     torch.manual_seed(0)
     return with_drawn_vectors(transformers.AutoModelForCausalLM.from_config(config_of(family, **options))).train()
-
-
-def with_drawn_vectors(model):
-    """Norms and biases are ones and zeros otherwise."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
 
 
 def error(got, expected):

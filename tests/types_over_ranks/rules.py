@@ -185,25 +185,22 @@ class OverGroups(TorchFunctionMode):
         axes = self.axes.of(group)
         self.seen.add(name)
         for argument, allowed in takes.items():
-            for value in _typed(given.get(argument)):
+            for value in _typed_tensors(given.get(argument)):
                 for axis in axes:
                     # Without a gradient I and R are one.
                     wanted = (*allowed, I, R) if not value.requires_grad and set(allowed) & {I, R} else allowed
                     if (found := type_of(value, axis)) not in (*wanted, None):
                         raise spmd.SpmdTypeError(f"{name}: {argument} is {found} over {axis}, not {allowed}")
-        inputs = _typed([given[argument] for argument in takes if argument in given])
-        if inputs and axes:
+        inputs = _typed_tensors([given[argument] for argument in takes if argument in given])
+        if inputs:
             rest = [{a: t for a, t in spmd.get_local_type(value).items() if a not in axes} for value in inputs]
             no_grad = [not value.requires_grad for value in inputs]
-            linear = OpLinearity.LINEAR if len(inputs) == 1 else OpLinearity.NONLINEAR
+            linear = OpLinearity.LINEAR if axes and len(inputs) == 1 else OpLinearity.NONLINEAR
             stamp(result, infer_output_type(rest, no_grad=no_grad, linearity=linear) | dict.fromkeys(axes, gives))
-        elif inputs:
-            types = [spmd.get_local_type(value) for value in inputs]
-            stamp(result, infer_output_type(types, no_grad=[not value.requires_grad for value in inputs]))
         return result
 
 
-def _typed(values: Any) -> list[Tensor]:
+def _typed_tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor) and spmd.has_local_type(value)]
 
 

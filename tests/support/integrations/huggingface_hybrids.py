@@ -8,6 +8,7 @@ import transformers
 
 from parallel_ops.integrations import huggingface
 from support.integrations.huggingface_families import EVERY, HEADS, SLIDING
+from support.integrations.huggingface_models import with_drawn_vectors
 
 WINDOW = {"sliding_window": 6, "layer_types": SLIDING}
 DELTA_NET = {
@@ -85,12 +86,9 @@ SENSITIVE = {"gemma4": 1e-4, "qwen3_next": 1e-4, "qwen3_5_moe": 2e-5, "olmo_hybr
 def hybrid_of(family: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     name, options = HYBRIDS[family]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**options)).train()
-    with torch.no_grad():  # norms and biases are ones and zeros otherwise
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
+    return with_drawn_vectors(
+        transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**options))
+    ).train()
 
 
 def served(family: str) -> tuple[list[str], dict[str, str]]:

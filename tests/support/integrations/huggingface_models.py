@@ -50,6 +50,15 @@ def model_of(family, **config):
     return transformers.AutoModelForCausalLM.from_config(made, **implementations).train()
 
 
+def with_drawn_vectors(model):
+    """Norms and biases are ones and zeros otherwise."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
 def batch(padded=False, seed=1):
     ids = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
