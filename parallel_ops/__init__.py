@@ -95,8 +95,8 @@ __all__ = [
     "vocab_parallel_linear_log_probs",
 ]
 
-# Rooms of the names above, searched in this order.
-_HOMES = ("ops", "tensor_parallel", "comm", "context_parallel", "triton_kernels.experimental")
+# Rooms of the names above, searched in this order: a room comes after those that it imports anyway.
+_HOMES = ("ops", "comm", "tensor_parallel", "context_parallel", "triton_kernels.experimental")
 _ROOMS = {
     "comm", "context_parallel", "expert_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel",
     "planner", "tensor_parallel", "tokenization", "train",
