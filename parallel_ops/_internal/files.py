@@ -2,11 +2,14 @@
 
 import glob
 import hashlib
+import importlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 # Unread files that are named; further ones are counted.
@@ -140,6 +143,24 @@ def digest_of(files: Iterable[Path]) -> str:
                 file.seek(start)
                 found.update(file.read(_LOOK))
     return found.hexdigest()
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+        OSError: From the file system. ValueError: The file is not TOML, or this Python has no reader of it.
+    """
+    try:
+        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        raise ValueError("TOML files need Python 3.11 or the package tomli") from None
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:  # Windows' editors write a byte order mark
+            found: dict[str, Any] = toml.loads(file.read())
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    return found
 
 
 def suffix_of(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from parallel_ops._internal.files import read_toml
 from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.settings import SourceSettings
@@ -41,19 +42,6 @@ def read_settings(path: Path | str, changes: Iterable[str] = ()) -> Settings:
         OSError: From the file system. ValueError: The file and every invalid key, in one line.
     """
     return settings_of(with_changes(read_toml(path), changes), str(path))
-
-
-def read_toml(path: Path | str) -> dict[str, Any]:
-    """The content of a TOML file.
-
-    Raises:
-        OSError: From the file system. ValueError: The file is not TOML.
-    """
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:  # Windows' editors write a byte order mark
-            return tomllib.loads(file.read())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
 
 
 def with_changes(data: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """Arguments of the commands: models and clusters by name or file, batches, plans, search options."""
 
-import importlib
 import json
 import math
 import re
-import sys
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from parallel_ops._internal.files import read_toml
 from parallel_ops.planner import presets
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli.huggingface_config import is_config, model_of
@@ -232,20 +231,13 @@ def prices(name: str | None) -> dict[str, float]:
     return _read(name) if name else {}
 
 
-def _toml(text: str) -> Any:
-    try:
-        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    except ModuleNotFoundError:
-        raise ValueError("TOML files need Python 3.11 or the package tomli") from None
-    return toml.loads(text)
-
-
 def _read(name: str) -> dict[str, Any]:
-    text, kind = Path(name).read_text(encoding="utf-8"), "TOML" if name.endswith(".toml") else "JSON"
+    if name.endswith(".toml"):
+        return read_toml(name)
     try:
-        data = _toml(text) if kind == "TOML" else json.loads(text)
+        data = json.loads(Path(name).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{name} is not {kind}: {error}") from None
+        raise ValueError(f"{name} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{name} must hold one JSON object, got a {type(data).__name__}")
     return data

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from parallel_ops._internal.command_line import fail, unbroken_output, waiting
+from parallel_ops._internal.files import read_toml
 from parallel_ops.planner.results import DEVICE_MEMORY
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_file import read_toml, settings_of, with_changes, with_steps
+from parallel_ops.train.config_file import settings_of, with_changes, with_steps
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.consistency import Disagreement
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
