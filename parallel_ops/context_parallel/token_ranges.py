@@ -4,6 +4,8 @@
     zigzag       the sequence is cut in 2 P chunks; rank r has chunks r and 2 P - 1 - r, which balances every step of a
                  ring under a causal mask
     striped      token i is on rank i mod P
+    balanced     the sequence is cut in many chunks, whose owners ``placement.balanced`` finds; such a layout is named
+                 by its owners, "0,1,1,0"; the last chunk has what does not divide
 
 Lengths need not divide: chunks differ by one token at most, and with fewer tokens than ranks some ranks have none. A
 rank keeps its tokens in the order of the sequence. Sources: Liu et al., arXiv:2310.01889 (ring); Brandon et al.,
@@ -20,6 +22,8 @@ from collections.abc import Sequence
 from parallel_ops._internal.token_range import TokenRange
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
+# Chunks of a rank in the finest balanced layout: 32 balance one document of 100K tokens among small ones, 64 ranks.
+_MOST_CHUNKS = 32
 
 
 @functools.lru_cache(maxsize=4096)
@@ -29,6 +33,10 @@ def shard_ranges(layout: str, length: int, ranks: int, rank: int, ulysses_degree
     if layout == "striped":
         step, first = ranks // ulysses_degree, members[0]
         found = [TokenRange(first, -(-(length - first) // step), step)]
+    elif layout not in LAYOUTS:
+        starts, owners = chunks_of(layout, length, ranks)
+        own = [TokenRange(starts[i], starts[i + 1] - starts[i]) for i, owner in enumerate(owners) if owner in members]
+        found = list(merged([part for part in own if part.length]))
     else:
         chunks, low, high = (ranks, members[0], members[-1] + 1)
         spans = [(low, high)]
@@ -40,6 +48,31 @@ def shard_ranges(layout: str, length: int, ranks: int, rank: int, ulysses_degree
             edges = [(edges[0][0], edges[1][1])]
         found = [TokenRange(first, end - first) for first, end in edges]
     return tuple(part for part in found if part.length > 0)
+
+
+@functools.lru_cache(maxsize=64)
+def chunks_of(layout: str, length: int, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Starts of the chunks of a layout that is not striped, and the sequence's end; the rank of each chunk."""
+    if layout in LAYOUTS:
+        owners = tuple(range(ranks)) + (tuple(reversed(range(ranks))) if layout == "zigzag" else ())
+        return tuple(_chunk_start(length, len(owners), i) for i in range(len(owners) + 1)), owners
+    owners = tuple(map(int, layout.split(",")))
+    size = length // len(owners)
+    return (*(size * i for i in range(len(owners))), length), owners
+
+
+def layout_of(owners: Sequence[int]) -> str:
+    """The layout whose chunks have these ranks."""
+    return ",".join(map(str, owners))
+
+
+def balanced_chunks(length: int, ranks: int) -> int:
+    """The number of chunks of a balanced layout: up to ``_MOST_CHUNKS`` a rank, if what does not divide is not above
+    one of them. Independent of masks, as the numbers of tokens are that follow from it."""
+    chunks = ranks * _MOST_CHUNKS
+    while chunks > ranks and length % chunks > length // chunks:
+        chunks //= 2
+    return chunks
 
 
 def _chunk_start(length: int, chunks: int, chunk: int) -> int:

@@ -1,0 +1,172 @@
+"""Placements of packed documents: chunks of equal tokens go to ranks so that the largest area is least, then the bytes.
+
+The area of a chunk is its number of visible (query, key) pairs, the work of its queries. Each rank has equally many
+chunks, so that all other layers stay balanced. A placement is found in levels of 1, 2, 4, ... chunks a rank, until the
+largest area is within 1% of the mean: coarse levels send less. A level begins with adjacent chunks on each rank, and
+ranks with much work swap chunks with ranks that have little. Under one causal mask that is the zigzag layout.
+
+Ranges are int ``[2, length]``, NumPy arrays or tensors on the CPU: first and last key of each query, never
+decreasing (see ``ops/attention/ranges.py``). Layouts have the names that ``token_ranges`` knows.
+
+Peers with the same aim: MagiAttention, arXiv:2505.13211; torch's PTRR load balancer. No torch here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel_ops.context_parallel.token_ranges import balanced_chunks, chunks_of, layout_of
+
+Ints = NDArray[np.int64]
+
+# Largest area over the mean at which no finer level is tried, and rounds of swaps in a level.
+_GOOD, _ROUNDS = 1.01, 100
+
+
+def balanced(masks: Sequence[Any], ranks: int, *, weights: Sequence[int] | None = None) -> str:
+    """The layout of one sequence that balances the area of these masks over ``ranks``.
+
+    Args:
+        masks: ranges of each kind of layer, of one length.
+        weights: number of layers of each kind; ``None`` for one.
+
+    Returns:
+        A layout, of which ``shard_ranges(layout, length, ranks, rank)`` are the tokens of a rank. Every rank has the
+        same number of chunks, the last rank the last chunk.
+    """
+    length = masks[0].shape[1]
+    chunks = balanced_chunks(length, ranks)
+    edges = _edges(length, chunks)
+    total = np.zeros(chunks, np.int64)
+    for weight, mask in zip(weights or [1] * len(masks), masks, strict=True):
+        total += weight * _areas(mask, edges)
+    limit, best, owners = _GOOD * total.sum() / ranks, None, np.zeros(0, np.int64)
+    level = ranks
+    while level <= chunks:
+        units = total.reshape(level, -1).sum(1)
+        least = np.partition(units, level // ranks - 1)[: level // ranks - 1].sum()
+        if units.max() + least <= limit or level == chunks:
+            members, largest = _swapped(units, ranks, limit)
+            if best is None or largest < best:
+                best, owners = largest, np.empty(level, np.int64)
+                owners[members] = np.arange(ranks)[:, None]
+            if best <= limit:
+                break
+        level *= 2
+    # Ranks are alike, so the names may be exchanged: the lengths do not depend on the masks.
+    last, owners = owners[-1], owners.copy()
+    swapped = owners == ranks - 1
+    owners[owners == last] = ranks - 1
+    if last != ranks - 1:
+        owners[swapped] = last
+    return layout_of(np.repeat(owners, chunks // len(owners)).tolist())
+
+
+def area(ranges: Any, layout: str, ranks: int) -> Ints:
+    """Visible (query, key) pairs of each rank's queries, ``[ranks]``."""
+    length = ranges.shape[1]
+    if layout == "striped":
+        counts = _counts(ranges)
+        return np.array([counts[rank::ranks].sum(dtype=np.int64) for rank in range(ranks)])
+    starts, owners = chunks_of(layout, length, ranks)
+    out = np.zeros(ranks, np.int64)
+    np.add.at(out, np.array(owners, np.int64), _areas(ranges, np.array(starts)))
+    return out
+
+
+def rows_sent(ranges: Any, layout: str, ranks: int) -> Ints:
+    """Keys that each rank sends to each other in a ring or all-gather, ``[source, target]``: exactly those that the
+    target's queries see if ranges have no gaps, and never more than all.
+
+    Raises:
+        ValueError: the layout is striped, which has no chunks.
+    """
+    if layout == "striped":
+        raise ValueError("rows_sent: layout must have chunks of adjacent tokens, got 'striped'")
+    first, last = (np.asarray(row) for row in ranges)
+    length = first.shape[0]
+    starts, of_chunk = chunks_of(layout, length, ranks)
+    edges, owners = np.array(starts), np.array(of_chunk, np.int64)
+    filled = edges[1:] > edges[:-1]
+    edges, owners = np.append(edges[:-1][filled], length), owners[filled]
+    chunks, at = len(owners), np.arange(len(owners))
+    if not chunks:
+        return np.zeros((ranks, ranks), np.int64)
+    begin, end = edges[:-1, None], edges[1:, None]
+    # Of each rank's chunks of queries, the next one after each chunk of keys and the last one before it see most of it.
+    following = np.full((chunks, ranks), chunks)
+    following[at, owners] = at
+    preceding = np.where(following == chunks, -1, following)
+    following = np.minimum.accumulate(following[::-1])[::-1]
+    preceding = np.maximum.accumulate(preceding)
+    least = np.append(first[edges[:-1]], length)[following]
+    most = np.append(last[edges[1:] - 1], -1)[preceding]
+    # A rank's chunk of queries before may itself end beyond these keys, so both sides are cut to the keys.
+    seen = np.clip(end - np.maximum(least, begin), 0, None) + np.clip(np.minimum(most, end - 1) + 1 - begin, 0, None)
+    seen = np.minimum(seen, end - begin)
+    out = np.zeros((ranks, ranks), np.int64)
+    np.add.at(out, owners, seen)
+    np.fill_diagonal(out, 0)
+    return out
+
+
+def _edges(length: int, chunks: int) -> Ints:
+    edges = np.arange(chunks + 1) * (length // chunks)
+    edges[-1] = length
+    return edges
+
+
+def _counts(ranges: Any) -> NDArray[np.int32]:
+    """Number of keys that each query sees."""
+    first, last = (np.asarray(row) for row in ranges)
+    counts = last - first
+    counts += 1
+    return np.maximum(counts, 0, out=counts)
+
+
+def _areas(ranges: Any, edges: Ints) -> Ints:
+    """Visible pairs of each chunk."""
+    counts = _counts(ranges)
+    size = edges[1] - edges[0]
+    if size * (len(edges) - 1) == edges[-1]:
+        return counts.reshape(-1, size).sum(1, dtype=np.int64) if size else np.zeros(len(edges) - 1, np.int64)
+    filled = edges[1:] > edges[:-1]
+    out = np.zeros(len(edges) - 1, np.int64)
+    out[filled] = np.add.reduceat(counts, edges[:-1][filled], dtype=np.int64)
+    return out
+
+
+def _swapped(areas: Ints, ranks: int, limit: float) -> tuple[Ints, int]:
+    """The units of each rank, ``[ranks, units]``, and the largest area of a rank.
+
+    Ranks with most work swap units with those that have least, in pairs, each the two units that even the pair out
+    best. If the rank with most finds none, it looks at all others.
+    """
+    members = np.arange(len(areas)).reshape(ranks, -1)
+    own = areas[members]
+    count = members.shape[1]
+    for _ in range(_ROUNDS):
+        load = own.sum(1)
+        order = np.argsort(load, kind="stable")
+        if load[order[-1]] <= limit:
+            break
+        for heavy, light in ((order[: -(ranks // 2) - 1 : -1], order[: ranks // 2]), (order[-1:], order[:-1])):
+            excess = load[heavy] - load[light]
+            left = np.abs(2 * (own[heavy, :, None] - own[light, None, :]) - excess[:, None, None])
+            left = left.reshape(len(excess), -1)
+            found = left.argmin(1)
+            better = left[np.arange(len(excess)), found] < excess
+            if len(heavy) < len(light):  # the one swap after which the larger of the two is least
+                after = (load[heavy] + load[light] + left[np.arange(len(excess)), found]) // 2
+                better &= np.arange(len(excess)) == np.where(better, after, after.max() + 1).argmin()
+            if better[0] or (better.any() and len(heavy) < len(light)):
+                break
+        else:
+            break
+        x, y = np.divmod(found[better], count)
+        heavy, light = np.broadcast_to(heavy, better.shape)[better], light[better]
+        members[heavy, x], members[light, y] = members[light, y], members[heavy, x]
+        own[heavy, x], own[light, y] = own[light, y], own[heavy, x]
+    return members, int(own.sum(1).max())
