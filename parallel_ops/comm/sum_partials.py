@@ -60,18 +60,18 @@ def sum_partials_reference(partials: Tensor, bias: Tensor | None = None, residua
     return total.to(partials.dtype)
 
 
-def _fake(partials: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def outputs(partials: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     return partials.new_empty(partials.shape[1:])
 
 
-def _cuda(partials: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def forward(partials: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     if not experimental.is_enabled("sum_partials"):
         return sum_partials_reference(partials, bias, residual).contiguous()
     from parallel_ops.triton_kernels import sum_partials as kernels
 
-    y = _fake(partials, bias, residual)
+    y = outputs(partials, bias, residual)
     kernels.sum_partials(partials, bias, residual, y)
     return y
 
 
-_sum = register("sum_partials", fake=_fake, cuda=_cuda)
+_sum = register("sum_partials", outputs=outputs, cuda=forward)

@@ -317,10 +317,10 @@ def _flops_of_backward(
 
 
 _ARGUMENTS = len(torch.ops.parallel_ops.ring_attention.default._schema.arguments)
-_backward_op = register(f"{NAME}_backward", fake=_gradients, cpu=backward, cuda=backward, flops=_flops_of_backward)
+_backward_op = register(f"{NAME}_backward", outputs=_gradients, cpu=backward, cuda=backward, flops=_flops_of_backward)
 _op = register(
     NAME,
-    fake=_outputs,
+    outputs=_outputs,
     cpu=forward,
     cuda=forward,
     setup_context=setup_context,

@@ -153,77 +153,37 @@ def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_
     return dropout_seed("bias_dropout_add", "dropout_p", p, seed, "x", x, training=training)
 
 
-def _fake(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    p: float,
-    seed: Tensor | None,
-    index_offset: int,
-    row_positions: Tensor | None,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+def outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype, *_: object) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _fake_backward(
-    grad: Tensor,
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    p: float,
-    seed: Tensor | None,
-    index_offset: int,
-    row_positions: Tensor | None,
+def backward_outputs(
+    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None, p: float, seed: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
     dx = grad.new_empty(0 if seed is None else grad.shape, dtype=dtype)
     return dx, grad.new_empty(0) if bias_dtype is None else grad.new_empty(grad.shape[-1], dtype=bias_dtype)
 
 
-def forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    p: float,
-    seed: Tensor | None,
-    index_offset: int,
-    row_positions: Tensor | None,
-) -> Tensor:
+def launch(
+    y: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype, p: float,
+    seed: Tensor | None, index_offset: int, row_positions: Tensor | None,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     kernels.forward(x, bias, residual, y, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
-    return y
 
 
-def _cuda_inplace(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    index_offset: int,
-    row_positions: Tensor | None,
-) -> None:
+def launch_inplace(x: Tensor, bias: Tensor | None, residual: Tensor | None, *drawn: Any) -> None:
+    launch(x, x, bias, residual, x.dtype, *drawn)
+
+
+def launch_backward(
+    gradients: tuple[Tensor, Tensor], grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None, p: float,
+    seed: Tensor | None, index_offset: int, row_positions: Tensor | None,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
-    kernels.forward(x, bias, residual, x, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
-
-
-def _cuda_backward(
-    grad: Tensor,
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    p: float,
-    seed: Tensor | None,
-    index_offset: int,
-    row_positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    from parallel_ops.triton_kernels import bias_dropout_add as kernels
-
-    dx, dbias = _fake_backward(grad, dtype, bias_dtype, p, seed, index_offset, row_positions)
-    kernels.backward(grad, dx, dbias, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
-    return dx, dbias
+    kernels.backward(grad, *gradients, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -251,12 +211,12 @@ def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return x, bias, residual, x.dtype, *drawn
 
 
-_backward = register("bias_dropout_add_backward", fake=_fake_backward, cuda=_cuda_backward)
-_inplace = register("bias_dropout_add_", cuda=_cuda_inplace)
+_backward = register("bias_dropout_add_backward", outputs=backward_outputs, launch=launch_backward)
+_inplace = register("bias_dropout_add_", cuda=launch_inplace)
 _forward = register(
     "bias_dropout_add",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     autocast=_autocast,

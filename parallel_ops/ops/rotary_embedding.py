@@ -213,32 +213,31 @@ def _output(x: Tensor, heads_first: bool) -> Tensor:
     return x.new_empty((b, h, s, d)).permute(2, 0, 1, 3)
 
 
-def _fake(
+def outputs(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
     interleaved: bool, heads_first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _output(q, heads_first), q.new_empty(0) if k is None else _output(k, heads_first)
 
 
-def forward(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
-    interleaved: bool, heads_first: bool, *, inverse: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def launch(
+    out: tuple[Tensor, Tensor], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
+    cu_seqlens: Tensor | None, interleaved: bool, heads_first: bool, *, inverse: bool = False,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels import rotary_embedding as kernels
 
-    to_q, to_k = _fake(q, k, cos, sin, positions, cu_seqlens, interleaved, heads_first)
+    to_q, to_k = out
     kernels.rotate(
         q, k, cos, sin, positions, cu_seqlens, to_q, None if k is None else to_k,
         interleaved=interleaved, inverse=inverse,
     )  # fmt: skip
-    return to_q, to_k
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return forward(*arguments, inverse=True)
+def launch_backward(out: tuple[Tensor, Tensor], *arguments: Any) -> None:
+    launch(out, *arguments, inverse=True)
 
 
-def forward_inplace(
+def launch_inplace(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
     interleaved: bool,
 ) -> None:  # fmt: skip
@@ -266,7 +265,7 @@ def _gradients(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[
     return (None, rotated[0]) if grad_q is None else (rotated[0], None if grad_k is None else rotated[1])
 
 
-def _autograd(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[Tensor | None, ...]:
     return *_gradients(ctx, grad_q, grad_k), *(None,) * 6
 
 
@@ -298,14 +297,14 @@ def _rotate_inplace(
     )
 
 
-_backward = register("rotary_embedding_backward", fake=_fake, cuda=backward)
-_inplace = register("rotary_embedding_", cuda=forward_inplace)
+_backward = register("rotary_embedding_backward", outputs=outputs, launch=launch_backward)
+_inplace = register("rotary_embedding_", cuda=launch_inplace)
 _forward = register(
     "rotary_embedding",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
-    backward=_autograd,
+    backward=backward,
     reference=lambda q, k, cos, sin, positions, cu_seqlens, interleaved, _: tuple(
         rotary_embedding_reference(t, cos, sin, interleaved=interleaved, positions=positions, cu_seqlens=cu_seqlens)
         for t in (q, k)

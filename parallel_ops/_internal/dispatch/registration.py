@@ -3,11 +3,14 @@
 The schema and the CPU kernel are compiled (``csrc``). ``register`` adds the CUDA kernel (Triton, imported at
 the first CUDA tensor), the fake (shape inference for ``torch.compile``), the autograd formula and the autocast rule,
 all under torch's own dispatch keys.
+
+The parts have the same names in every op's file: ``outputs`` and ``launch``, ``setup_context`` and ``backward``, and
+``backward_outputs`` and ``launch_backward`` of the op that computes gradients.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 from torch import Tensor
@@ -17,19 +20,25 @@ from parallel_ops._internal.dispatch.flop_formulas import register_flops
 
 _library = Library("parallel_ops", "FRAGMENT")
 
-# The Python behind the CUDA key of each op, by name: it allocates outputs and launches the Triton kernels.
+# The Python behind the CUDA key of each op, by name.
 cuda_kernels: dict[str, Callable[..., Any]] = {}
 
 
-def _no_outputs(*_: object) -> None:
-    """The fake of ops that only write over their arguments."""
+def _launching(outputs: Callable[..., Any], launch: Callable[Concatenate[Any, P], object]) -> Callable[P, Any]:
+    def cuda(*args: P.args, **kwargs: P.kwargs) -> Any:
+        out = outputs(*args)
+        launch(out, *args, **kwargs)
+        return out
+
+    return cuda
 
 
 def register(
     name: str,
     *,
-    fake: Callable[..., object] = _no_outputs,
-    cuda: Callable[P, R],
+    outputs: Callable[..., object] | None = None,
+    launch: Callable[Concatenate[R, P], object] | None = None,
+    cuda: Callable[P, R] | None = None,
     cpu: Callable[P, R] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., object] | None = None,
@@ -41,9 +50,9 @@ def register(
     """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
 
     Args:
-        fake: returns outputs of the right shape, dtype and device without computing; left out for ops that
-            only write over their arguments.
-        cuda: allocates the outputs and launches the Triton kernels.
+        outputs: allocates the outputs, from the op's arguments; ``None`` for ops that only write over their arguments.
+        launch: launches the Triton kernels that fill ``outputs``; takes these and the op's arguments.
+        cuda: instead of ``launch``, for ops made of other ops and those without outputs.
         cpu: for ops made of other ops; ``None`` for the compiled CPU kernel.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
             computing its gradient raises.
@@ -57,7 +66,10 @@ def register(
     """
     qualified = f"parallel_ops::{name}"
     op = getattr(torch.ops.parallel_ops, name).default
-    torch.library.register_fake(qualified, fake)
+    torch.library.register_fake(qualified, outputs or (lambda *_: None))
+    if cuda is None:
+        assert outputs is not None and launch is not None
+        cuda = _launching(outputs, launch)
     on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
     kernel = _kernel(op, on_cpu, cuda)
     cuda_kernels[name] = cuda

@@ -64,29 +64,26 @@ def _activation(tanh: bool) -> str:
     return "gelu tanh" if tanh else "gelu"
 
 
-def _fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    return x.new_empty(x.shape)
+def outputs(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+def launch(y: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> None:
+    from parallel_ops.triton_kernels import activations as kernels
+
+    kernels.forward(x, None, bias, None, y, activation=_activation(tanh))
+
+
+def backward_outputs(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), empty_like_or_none(bias, x)
 
 
-def forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+def launch_backward(gradients: tuple[Tensor, Tensor], grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> None:
     from parallel_ops.triton_kernels import activations as kernels
 
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.forward(x, None, bias, None, y, activation=_activation(tanh))
-    return y
-
-
-def _cuda_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    from parallel_ops.triton_kernels import activations as kernels
-
-    dx, dbias = _fake_backward(grad, x, bias, tanh)
+    dx, dbias = gradients
     no_weights = x.new_empty(0)
     kernels.backward(grad, x, None, bias, None, dx, None, dbias, no_weights, activation=_activation(tanh))
-    return dx, dbias
 
 
 def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, bool], output: Tensor) -> None:
@@ -101,11 +98,11 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None
     return dx if for_x else None, dbias if for_bias else None, None
 
 
-_backward = register("bias_gelu_backward", fake=_fake_backward, cuda=_cuda_backward)
+_backward = register("bias_gelu_backward", outputs=backward_outputs, launch=launch_backward)
 _forward = register(
     "bias_gelu",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     autocast=cast_to_autocast_dtype,

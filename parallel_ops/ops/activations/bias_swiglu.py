@@ -88,39 +88,36 @@ def bias_swiglu_reference(
     return silu_mul_reference(gate, up, weights=weights, **options).to(x.dtype)
 
 
-def _fake(x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object) -> Tensor:
+def outputs(x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _fake_backward(
+def backward_outputs(
     grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), empty_like_or_none(bias, x), empty_like_or_none(weights, x)
 
 
-def forward(
-    x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float,
-    interleaved: bool = False,
-) -> Tensor:  # fmt: skip
+def launch(
+    y: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None,
+    up_offset: float, interleaved: bool = False,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels import activations as kernels
 
-    y = _fake(x, bias, weights)
     options: dict[str, Any] = {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
     kernels.forward(*_gate_and_up(x, interleaved), bias, weights, y, activation="silu", **options)
-    return y
 
 
-def _cuda_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None,
-    up_offset: float, interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def launch_backward(
+    gradients: tuple[Tensor, Tensor, Tensor], grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None,
+    alpha: float, limit: float | None, up_offset: float, interleaved: bool = False,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels import activations as kernels
 
-    dx, dbias, dweights = _fake_backward(grad, x, bias, weights)
+    dx, dbias, dweights = gradients
     options: dict[str, Any] = {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
-    both, gradients = _gate_and_up(x, interleaved), _gate_and_up(dx, interleaved)
-    kernels.backward(grad, *both, bias, weights, *gradients, dbias, dweights, activation="silu", **options)
-    return dx, dbias, dweights
+    both, dboth = _gate_and_up(x, interleaved), _gate_and_up(dx, interleaved)
+    kernels.backward(grad, *both, bias, weights, *dboth, dbias, dweights, activation="silu", **options)
 
 
 def _gate_and_up(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -143,11 +140,11 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx if for_x else None, *of_parameters, *(None,) * len(ctx.options)
 
 
-_backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_backward)
+_backward = register("bias_swiglu_backward", outputs=backward_outputs, launch=launch_backward)
 _forward = register(
     "bias_swiglu",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     autocast=cast_first(2),

@@ -11,6 +11,7 @@ sides, then shifted by up_offset; what was clamped has gradient 0. Saved for bac
 arXiv:2002.05202.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -26,6 +27,8 @@ from parallel_ops._internal.dispatch.checks import (
     empty_like_or_none,
 )
 from parallel_ops._internal.dispatch.registration import cast_first, register
+
+_Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def silu_mul(
@@ -142,55 +145,35 @@ def swiglu_options(op: str, alpha: float, limit: float | None, up_offset: float)
     return float(alpha), None if limit is None else float(limit), float(up_offset)
 
 
-def _fake(gate: Tensor, up: Tensor, weights: Tensor | None, *_: object) -> Tensor:
+def outputs(gate: Tensor, up: Tensor, weights: Tensor | None, *_: object) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _fake_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward_outputs(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *_: object) -> _Gradients:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape), empty_like_or_none(weights, gate)
 
 
-def forward(gate: Tensor, up: Tensor, weights: Tensor | None, activation: str, **options: float | None) -> Tensor:
+def _options(*options: Any) -> dict[str, Any]:
+    """The kernel's options: of SiLU (alpha, limit, up_offset), of GeLU (tanh,)."""
+    if len(options) == 1:
+        return {"activation": "gelu tanh" if options[0] else "gelu"}
+    return {"activation": "silu", **dict(zip(("alpha", "limit", "up_offset"), options, strict=True))}
+
+
+def launch(y: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *options: Any) -> None:
     from parallel_ops.triton_kernels import activations as kernels
 
-    y = _fake(gate, up, weights)
-    kernels.forward(gate, up, None, weights, y, activation=activation, **options)
-    return y
+    kernels.forward(gate, up, None, weights, y, **_options(*options))
 
 
-def _launch_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, activation: str, **options: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(
+    gradients: _Gradients, grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *options: Any
+) -> None:
     from parallel_ops.triton_kernels import activations as kernels
 
-    dgate, dup, dweights = _fake_backward(grad, gate, up, weights)
+    dgate, dup, dweights = gradients
     no_bias = gate.new_empty(0)
-    kernels.backward(grad, gate, up, None, weights, dgate, dup, no_bias, dweights, activation=activation, **options)
-    return dgate, dup, dweights
-
-
-def _silu_cuda(
-    gate: Tensor, up: Tensor, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
-) -> Tensor:
-    return forward(gate, up, weights, "silu", alpha=alpha, limit=limit, up_offset=up_offset)
-
-
-def _silu_cuda_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_backward(grad, gate, up, weights, "silu", alpha=alpha, limit=limit, up_offset=up_offset)
-
-
-def _gelu_cuda(gate: Tensor, up: Tensor, weights: Tensor | None, tanh: bool) -> Tensor:
-    return forward(gate, up, weights, "gelu tanh" if tanh else "gelu")
-
-
-def _gelu_cuda_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, tanh: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_backward(grad, gate, up, weights, "gelu tanh" if tanh else "gelu")
+    kernels.backward(grad, gate, up, None, weights, dgate, dup, no_bias, dweights, **_options(*options))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -204,33 +187,25 @@ def backward(op: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dgate, dup, None if weights is None else dweights, *(None for _ in ctx.options)
 
 
-def _silu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return backward(_silu_backward, ctx, grad)
-
-
-def _gelu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return backward(_gelu_backward, ctx, grad)
-
-
-_silu_backward = register("silu_mul_backward", fake=_fake_backward, cuda=_silu_cuda_backward)
+_silu_backward = register("silu_mul_backward", outputs=backward_outputs, launch=launch_backward)
 _silu_forward = register(
     "silu_mul",
-    fake=_fake,
-    cuda=_silu_cuda,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
-    backward=_silu_autograd,
+    backward=functools.partial(backward, _silu_backward),
     autocast=cast_first(2),
     reference=lambda gate, up, weights, alpha, limit, up_offset: silu_mul_reference(
         gate, up, weights=weights, alpha=alpha, limit=limit, up_offset=up_offset
     ),
 )
-_gelu_backward = register("gelu_mul_backward", fake=_fake_backward, cuda=_gelu_cuda_backward)
+_gelu_backward = register("gelu_mul_backward", outputs=backward_outputs, launch=launch_backward)
 _gelu_forward = register(
     "gelu_mul",
-    fake=_fake,
-    cuda=_gelu_cuda,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
-    backward=_gelu_autograd,
+    backward=functools.partial(backward, _gelu_backward),
     autocast=cast_first(2),
     reference=lambda gate, up, weights, tanh: gelu_mul_reference(
         gate, up, weights=weights, approximate="tanh" if tanh else "none"

@@ -304,14 +304,14 @@ def _flops_of_backward(
 
 _backward = register(
     "flash_attention_backward",
-    fake=_gradients,
+    outputs=_gradients,
     cuda=backward,
     cpu=backward,
     flops=_flops_of_backward,
 )
 _forward = register(
     NAME,
-    fake=_outputs,
+    outputs=_outputs,
     cuda=forward,
     cpu=forward,
     setup_context=setup_context,

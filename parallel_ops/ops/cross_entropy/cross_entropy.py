@@ -31,11 +31,11 @@ from typing_extensions import Unpack
 from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.ops.cross_entropy.kernels import (
     LossStatistics,
-    cuda_combine,
-    cuda_statistics,
+    combine,
     empty_outputs,
     gradient,
     reduced,
+    statistics,
     statistics_of,
 )
 from parallel_ops.ops.cross_entropy.options import LossArguments, LossOptions, check_logits, check_target_values
@@ -184,8 +184,8 @@ def fake(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments
 def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """(loss, column, saved, divisor) on CUDA."""
     options = LossOptions(*arguments[:6])
-    part, column = cuda_statistics(logits, target, class_weight, 0, logits.shape[-1], *options)
-    loss, saved = cuda_combine(part.unsqueeze(0), column, *options)
+    part, column = statistics(logits, target, class_weight, 0, logits.shape[-1], *options)
+    loss, saved = combine(part.unsqueeze(0), column, *options)
     loss, divisor = reduced(loss, options, column, saved)
     return loss.view(target.shape) if options.per_row else loss, column, saved, divisor
 
@@ -210,5 +210,5 @@ def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
 
 
 cross_entropy_op = register(
-    "cross_entropy", fake=fake, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+    "cross_entropy", outputs=fake, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
 )

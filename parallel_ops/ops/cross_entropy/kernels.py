@@ -123,7 +123,7 @@ def _is_memory(t: Tensor) -> bool:
     return type(t) in (Tensor, torch.nn.Parameter)
 
 
-def _fake_statistics(
+def statistics_outputs(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
     width = statistics_per_row(LossOptions(*options).label_smoothing != 0.0, class_weight is not None)
@@ -131,36 +131,32 @@ def _fake_statistics(
     return out, target.new_empty(target.numel(), dtype=torch.int64)
 
 
-def cuda_statistics(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+def launch_statistics(
+    outputs: tuple[Tensor, Tensor], logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int,
+    vocab: int, *arguments: Any,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
     options = LossOptions(*arguments)
-    outputs = _fake_statistics(logits, target, class_weight, start, vocab, *options)
     kernels.statistics(
         logits, target, class_weight, *outputs, start=start, vocab=vocab, ignore_index=options.ignore_index,
         ignore_out_of_range=options.ignore_out_of_range, softcap=options.softcap,
     )  # fmt: skip
-    return outputs
 
 
-def _fake_combine(statistics: Tensor, column: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def combine_outputs(statistics: Tensor, column: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, width = column.shape[0], statistics.shape[1]
     return statistics.new_empty(rows), statistics.new_empty((saved_per_row(width > 3, width > 5), rows))
 
 
-def cuda_combine(statistics: Tensor, column: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def launch_combine(outputs: tuple[Tensor, Tensor], statistics: Tensor, column: Tensor, *arguments: Any) -> None:
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
-    options, (loss, saved) = LossOptions(*arguments), _fake_combine(statistics, column)
-    kernels.combine(
-        statistics, column, loss, saved, label_smoothing=options.label_smoothing, z_loss=options.z_loss
-    )  # fmt: skip
-    return loss, saved
+    options = LossOptions(*arguments)
+    kernels.combine(statistics, column, *outputs, label_smoothing=options.label_smoothing, z_loss=options.z_loss)
 
 
-def _cuda_backward(
+def launch_backward(
     grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
     *arguments: Any,
 ) -> None:  # fmt: skip
@@ -175,6 +171,6 @@ def _cuda_backward(
     )  # fmt: skip
 
 
-statistics = register("cross_entropy_statistics", fake=_fake_statistics, cuda=cuda_statistics)
-combine = register("cross_entropy_combine", fake=_fake_combine, cuda=cuda_combine)
-backward = register("cross_entropy_backward", cuda=_cuda_backward)
+statistics = register("cross_entropy_statistics", outputs=statistics_outputs, launch=launch_statistics)
+combine = register("cross_entropy_combine", outputs=combine_outputs, launch=launch_combine)
+backward = register("cross_entropy_backward", cuda=launch_backward)

@@ -249,14 +249,14 @@ def _flops_of_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, ne
 
 _backward = register(
     "grouped_linear_backward",
-    fake=_fake_backward,
+    outputs=_fake_backward,
     cpu=_run_backward,
     cuda=_run_backward,
     flops=_flops_of_backward,
 )
 _forward = register(
     _OP,
-    fake=_fake,
+    outputs=_fake,
     cpu=_run_cpu,
     cuda=_run,
     setup_context=_setup_context,

@@ -149,7 +149,7 @@ def _check_ids(experts: Tensor, num_experts: int) -> None:
         )
 
 
-def _fake(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = row_count(experts.shape[0] * experts.shape[1], num_experts, capacity, multiple)
     return (
         experts.new_empty(rows, dtype=torch.int32),
@@ -158,14 +158,14 @@ def _fake(experts: Tensor, num_experts: int, capacity: int | None, multiple: int
     )
 
 
-def _cuda(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def forward(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     if not experimental.is_enabled("expert_kernels"):
         return sort_by_expert_reference(experts, num_experts, capacity=capacity, multiple=multiple)
     from parallel_ops.triton_kernels.experts import order as kernels
 
-    rows, places, ends = _fake(experts, num_experts, capacity, multiple)
+    rows, places, ends = outputs(experts, num_experts, capacity, multiple)
     kernels.sort(experts, rows, places, ends, capacity=capacity, multiple=multiple)
     return rows, places, ends
 
 
-_sort = register("sort_by_expert", fake=_fake, cuda=_cuda)
+_sort = register("sort_by_expert", outputs=outputs, cuda=forward)

@@ -129,51 +129,51 @@ def _check_numbers(op: str, order: ExpertOrder) -> None:
             raise ValueError(f"{op}: order.{part} must hold numbers from -1 to {end - 1}: it is of other tokens")
 
 
-def _fake_permute(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+def permute_outputs(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return x.new_empty((rows.shape[0], x.shape[1]))
 
 
-def _fake_unpermute(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def unpermute_outputs(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     return y.new_empty((places.shape[0], y.shape[1]))
 
 
-def _fake_unpermute_backward(
+def unpermute_backward_outputs(
     grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
 ) -> tuple[Tensor, Tensor]:
     dy = grad.new_empty((rows.shape[0], grad.shape[1]) if needs_y else 0)
     return dy, grad.new_empty(0) if y is None or weights is None else weights.new_empty(weights.shape)
 
 
-def _cuda_permute(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+def permute_forward(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     if not experimental.is_enabled("expert_kernels"):
         return permute_reference(x, ExpertOrder(rows, places, rows))
     from parallel_ops.triton_kernels.experts import permute as kernels
 
-    out = _fake_permute(x, rows, places)
+    out = permute_outputs(x, rows, places)
     kernels.scatter(x, None, rows, places, None, out, None)
     return out
 
 
-def _cuda_unpermute(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def unpermute_forward(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if not experimental.is_enabled("expert_kernels"):
         wide = torch.promote_types(y.dtype, torch.float32)
         wide_weights = None if weights is None else weights.to(wide)
         return unpermute_reference(y.to(wide), ExpertOrder(rows, places, rows), wide_weights).to(y.dtype)
     from parallel_ops.triton_kernels.experts import permute as kernels
 
-    out = _fake_unpermute(y, rows, places, weights)
+    out = unpermute_outputs(y, rows, places, weights)
     kernels.gather(y, places, weights, out)
     return out
 
 
-def _cuda_unpermute_backward(
+def unpermute_gradients(
     grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
 ) -> tuple[Tensor, Tensor]:
     if not experimental.is_enabled("expert_kernels"):
         return _composed_backward(grad, y, rows, places, weights, needs_y)
     from parallel_ops.triton_kernels.experts import permute as kernels
 
-    dy, dweights = _fake_unpermute_backward(grad, y, rows, places, weights, needs_y)
+    dy, dweights = unpermute_backward_outputs(grad, y, rows, places, weights, needs_y)
     needs_weights = y is not None and weights is not None
     kernels.scatter(
         grad, y if needs_weights else None, rows, places, weights, dy if needs_y else None,
@@ -186,7 +186,7 @@ def _composed_backward(
     grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``unpermute`` by PyTorch's ops."""
-    dy, dweights = _fake_unpermute_backward(grad, y, rows, places, weights, needs_y)
+    dy, dweights = unpermute_backward_outputs(grad, y, rows, places, weights, needs_y)
     order, wide = ExpertOrder(rows, places, rows), torch.promote_types(grad.dtype, torch.float32)
     if needs_y:
         dy = permute_reference(grad, order)
@@ -200,22 +200,22 @@ def _composed_backward(
     return dy, dweights
 
 
-def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, rows, places = inputs
     ctx.save_for_backward(rows, places)
 
 
-def _permute_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, places = ctx.saved_tensors
     return _unpermute(grad, rows, places, None), None, None
 
 
-def _setup_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     y, rows, places, weights = inputs
     ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, rows, places, weights)
 
 
-def _unpermute_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     y, rows, places, weights = ctx.saved_tensors
     needs_y, _, _, needs_weights = requested(ctx)
     dy, dweights = _unpermute_backward(grad, y if needs_weights else None, rows, places, weights, needs_y)
@@ -223,10 +223,10 @@ def _unpermute_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _permute = register(
-    "permute", fake=_fake_permute, cuda=_cuda_permute, setup_context=_setup_permute, backward=_permute_autograd
+    "permute", outputs=permute_outputs, cuda=permute_forward, setup_context=setup_permute, backward=permute_backward
 )
-_unpermute_backward = register("unpermute_backward", fake=_fake_unpermute_backward, cuda=_cuda_unpermute_backward)
+_unpermute_backward = register("unpermute_backward", outputs=unpermute_backward_outputs, cuda=unpermute_gradients)
 _unpermute = register(
-    "unpermute", fake=_fake_unpermute, cuda=_cuda_unpermute, setup_context=_setup_unpermute,
-    backward=_unpermute_autograd,
+    "unpermute", outputs=unpermute_outputs, cuda=unpermute_forward, setup_context=setup_unpermute,
+    backward=unpermute_backward,
 )  # fmt: skip

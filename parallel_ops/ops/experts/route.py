@@ -225,7 +225,9 @@ def _check(logits: Tensor, top_k: int, bias: Tensor | None, groups: int, top_gro
             raise ValueError(f"route: bias must be [{n}], one for each expert, got {list(bias.shape)}")
 
 
-def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def outputs(
+    logits: Tensor, bias: Tensor | None, top_k: int, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     t, n = logits.shape
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
     return (
@@ -237,11 +239,11 @@ def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: object) -> tuple[
     )
 
 
-def _fake_backward(logits: Tensor, *_: object) -> Tensor:
+def backward_outputs(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _cuda(
+def forward(
     logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, groups: int, top_groups: int, top_k_first: bool,
     normalize: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -253,15 +255,15 @@ def _cuda(
         return weights, score_sums, z_sum, experts, load
     from parallel_ops.triton_kernels.experts import route as kernels
 
-    outputs = _fake(logits, bias, top_k)
+    out = outputs(logits, bias, top_k)
     kernels.forward(
-        logits, bias, *outputs, sigmoid=sigmoid, groups=groups, top_groups=top_groups, top_k_first=top_k_first,
+        logits, bias, *out, sigmoid=sigmoid, groups=groups, top_groups=top_groups, top_k_first=top_k_first,
         normalize=normalize, scale=scale,
     )  # fmt: skip
-    return outputs
+    return out
 
 
-def _cuda_backward(
+def gradients(
     logits: Tensor, experts: Tensor, grad_weights: Tensor | None, grad_score_sums: Tensor | None,
     grad_z_sum: Tensor | None, sigmoid: bool, top_k_first: bool, normalize: bool, scale: float,
 ) -> Tensor:  # fmt: skip
@@ -270,7 +272,7 @@ def _cuda_backward(
         return _composed_backward(logits, experts, *grads, sigmoid, top_k_first, normalize, scale)
     from parallel_ops.triton_kernels.experts import route as kernels
 
-    dlogits = _fake_backward(logits)
+    dlogits = backward_outputs(logits)
     kernels.backward(
         logits, experts, grad_weights, grad_score_sums, grad_z_sum, dlogits,
         sigmoid=sigmoid, top_k_first=top_k_first, normalize=normalize, scale=scale,
@@ -313,7 +315,7 @@ def _composed_backward(
     return dx.to(logits.dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, _, _, sigmoid, _, _, *options = inputs
     *_, experts, load = output
     ctx.options = (sigmoid, *options)
@@ -322,12 +324,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(logits, experts)
 
 
-def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits = None
     if any(g is not None for g in grads[:3]):
         dlogits = _backward(*ctx.saved_tensors, *grads[:3], *ctx.options)
     return dlogits, *(None,) * 8
 
 
-_backward = register("route_backward", fake=_fake_backward, cuda=_cuda_backward)
-_forward = register("route", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)
+_backward = register("route_backward", outputs=backward_outputs, cuda=gradients)
+_forward = register("route", outputs=outputs, cuda=forward, setup_context=setup_context, backward=backward)

@@ -126,60 +126,40 @@ def layer_norm_reference(
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _fake(
+def outputs(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
 ) -> _Four:
     return x.new_empty(x.shape), empty_sum(x, residual), empty_statistic(x), empty_statistic(x)
 
 
-def _fake_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered: bool,
-    needs_x: bool = True,
-    needs_parameters: bool = True,
-) -> _Four:
+def backward_outputs(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    rstd: Tensor, zero_centered: bool, needs_x: bool = True, needs_parameters: bool = True,
+) -> _Four:  # fmt: skip
     dweight, dbias = (empty_like_parameter(p, x, needs_parameters) for p in (weight, bias))
     return *empty_gradients(grad, x, needs_x), dweight, dbias
 
 
-def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
-) -> _Four:
-    from parallel_ops.triton_kernels.norms import layer_norm as kernels
-
-    y, total, mean, rstd = out = _fake(x, weight, bias, residual, eps, zero_centered)
-    kernels.forward(x, weight, bias, residual, y, total, mean, rstd, eps=eps, zero_centered=zero_centered)
-    return out
-
-
-def _cuda_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+def launch(
+    out: _Four, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
     zero_centered: bool,
-    needs_x: bool = True,
-    needs_parameters: bool = True,
-) -> _Four:
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.norms import layer_norm as kernels
 
-    dx, narrow, dweight, dbias = out = _fake_backward(
-        grad, grad_sum, x, weight, bias, mean, rstd, zero_centered, needs_x, needs_parameters
-    )
+    kernels.forward(x, weight, bias, residual, *out, eps=eps, zero_centered=zero_centered)
+
+
+def launch_backward(
+    out: _Four, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    mean: Tensor, rstd: Tensor, zero_centered: bool, needs_x: bool = True, needs_parameters: bool = True,
+) -> None:  # fmt: skip
+    from parallel_ops.triton_kernels.norms import layer_norm as kernels
+
+    dx, narrow, dweight, dbias = out
     dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
     of_weight, of_bias = (needs_parameters and p is not None for p in (weight, bias))
     sums = present(dweight, of_weight), present(dbias, of_bias)
     kernels.backward(grad, grad_sum, x, weight, mean, rstd, *dxs, *sums, zero_centered=zero_centered)
-    return out
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
@@ -208,11 +188,11 @@ def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -
     )
 
 
-_backward = register("layer_norm_backward", fake=_fake_backward, cuda=_cuda_backward)
+_backward = register("layer_norm_backward", outputs=backward_outputs, launch=launch_backward)
 _forward = register(
     "layer_norm",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     differentiable=2,

@@ -108,36 +108,35 @@ def rms_norm_reference(
 _Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
+def outputs(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
     return torch.empty_like(x, memory_format=torch.contiguous_format), empty_sum(x, residual), empty_statistic(x)
 
 
-def _fake_backward(
+def backward_outputs(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool,
     needs_x: bool = True, needs_weight: bool = True,
 ) -> _Three:  # fmt: skip
     return *empty_gradients(grad, x, needs_x), empty_like_parameter(weight, x, needs_weight)
 
 
-def forward(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
+def launch(
+    out: _Three, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
+) -> None:
     from parallel_ops.triton_kernels.norms import rms_norm as kernels
 
-    y, total, rstd = out = _fake(x, weight, residual, eps, zero_centered)
-    kernels.forward(x, weight, residual, y, total, rstd, eps=eps, zero_centered=zero_centered)
-    return out
+    kernels.forward(x, weight, residual, *out, eps=eps, zero_centered=zero_centered)
 
 
-def _cuda_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool,
-    needs_x: bool = True, needs_weight: bool = True,
-) -> _Three:  # fmt: skip
+def launch_backward(
+    out: _Three, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    zero_centered: bool, needs_x: bool = True, needs_weight: bool = True,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.norms import rms_norm as kernels
 
-    dx, narrow, dweight = out = _fake_backward(grad, grad_sum, x, weight, rstd, zero_centered, needs_x, needs_weight)
+    dx, narrow, dweight = out
     dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
     sums = present(dweight, needs_weight and weight is not None)
     kernels.backward(grad, grad_sum, x, weight, rstd, *dxs, sums, zero_centered=zero_centered)
-    return out
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
@@ -161,11 +160,11 @@ def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -
     return own if for_x else None, dweight if for_weight else None, dx if for_residual else None, None, None
 
 
-_backward = register("rms_norm_backward", fake=_fake_backward, cuda=_cuda_backward)
+_backward = register("rms_norm_backward", outputs=backward_outputs, launch=launch_backward)
 _forward = register(
     "rms_norm",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     differentiable=2,

@@ -92,32 +92,28 @@ def _check(scores: Tensor, scale: float, window: int | None) -> None:
             raise ValueError(f"{op}: window must be at least 1 (the query's own key), got {window}")
 
 
-def _fake(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def outputs(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape), empty_row_values(scores, sink is not None)
 
 
-def _fake_backward(
+def backward_outputs(
     grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), empty_row_values(y, sink_share is not None)
 
 
-def forward(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def launch(out: tuple[Tensor, Tensor], scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> None:
     from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
 
-    y, sink_share = out = _fake(scores, sink, scale, window)
-    kernels.forward(scores, sink, y, sink_share, scale=scale, window=window)
-    return out
+    kernels.forward(scores, sink, *out, scale=scale, window=window)
 
 
-def _cuda_backward(
-    grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    out: tuple[Tensor, Tensor], grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float, window: int | None
+) -> None:
     from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
 
-    dx, by_row = out = _fake_backward(grad, y, sink_share, scale, window)
-    kernels.backward(grad, y, sink_share, dx, by_row, scale=scale, window=window)
-    return out
+    kernels.backward(grad, y, sink_share, *out, scale=scale, window=window)
 
 
 def setup_context(
@@ -136,11 +132,11 @@ def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return dx, None if ctx.heads is None else sink_gradient(by_row, y, ctx.heads), None, None
 
 
-_backward = register("scaled_causal_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)
+_backward = register("scaled_causal_softmax_backward", outputs=backward_outputs, launch=launch_backward)
 _forward = register(
     "scaled_causal_softmax",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     differentiable=1,

@@ -136,28 +136,26 @@ def _check(scores: Tensor, mask: Tensor | None, scale: float, window: tuple[int,
         raise ValueError(f"{op}: mask {list(mask.shape)} is not broadcastable to scores {list(scores.shape)}")
 
 
-def _fake(scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def outputs(scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape), empty_row_values(scores, sink is not None)
 
 
-def _fake_backward(grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def backward_outputs(grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), empty_row_values(y, sink_share is not None)
 
 
-def forward(scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def launch(out: tuple[Tensor, Tensor], scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> None:
     from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
 
-    y, sink_share = out = _fake(scores, mask, sink, scale)
-    kernels.forward(scores, mask, sink, y, sink_share, scale=scale)
-    return out
+    kernels.forward(scores, mask, sink, *out, scale=scale)
 
 
-def _cuda_backward(grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    out: tuple[Tensor, Tensor], grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float
+) -> None:
     from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
 
-    dx, by_row = out = _fake_backward(grad, y, sink_share, scale)
-    kernels.backward(grad, y, sink_share, dx, by_row, scale=scale)
-    return out
+    kernels.backward(grad, y, sink_share, *out, scale=scale)
 
 
 def setup_context(
@@ -185,11 +183,11 @@ def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return dx, dmask, None if ctx.heads is None else sink_gradient(by_row, y, ctx.heads), None
 
 
-_backward = register("scaled_masked_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)
+_backward = register("scaled_masked_softmax_backward", outputs=backward_outputs, launch=launch_backward)
 _forward = register(
     "scaled_masked_softmax",
-    fake=_fake,
-    cuda=forward,
+    outputs=outputs,
+    launch=launch,
     setup_context=setup_context,
     backward=backward,
     differentiable=1,

@@ -77,14 +77,14 @@ class LinearOp(abc.ABC):
         self.name = name
         self._backward_op = register(
             f"{name}_backward",
-            fake=self._fake_backward,
+            outputs=self._fake_backward,
             cpu=self._backward,
             cuda=self._backward,
             flops=self._flops_of_backward,
         )
         self._op = register(
             name,
-            fake=self._fake,
+            outputs=self._fake,
             cpu=self._run,
             cuda=self._run,
             setup_context=self._setup_context,

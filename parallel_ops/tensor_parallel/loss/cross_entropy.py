@@ -135,7 +135,7 @@ def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *argume
 
 
 _op = register(
-    _NAME, fake=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+    _NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
 )
 
 

@@ -290,9 +290,13 @@ def _flops_of_backward(
 
 
 _backward_op = register(
-    f"{NAME}_backward", fake=_fake_backward, cpu=backward_of_chunks, cuda=backward_of_chunks, flops=_flops_of_backward
+    f"{NAME}_backward",
+    outputs=_fake_backward,
+    cpu=backward_of_chunks,
+    cuda=backward_of_chunks,
+    flops=_flops_of_backward,
 )
 _op = register(
-    NAME, fake=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
+    NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
     autocast=cast_first(3), flops=_flops,
 )  # fmt: skip

@@ -331,9 +331,9 @@ def _finished(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 _backward_op = register(
-    f"{NAME}_backward", fake=fake_backward, cpu=backward_per_row, cuda=backward_per_row, flops=flops_of_backward
+    f"{NAME}_backward", outputs=fake_backward, cpu=backward_per_row, cuda=backward_per_row, flops=flops_of_backward
 )
 _op = register(
-    NAME, fake=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
+    NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
     autocast=cast_first(3), flops=flops,
 )  # fmt: skip

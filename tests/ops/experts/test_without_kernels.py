@@ -25,7 +25,7 @@ def test_route(dtype, score):
         options = {"groups": groups, "top_groups": kept, "top_k_first": first, "normalize": normalize, "scale": 1.7}
         arguments = (score == "sigmoid", groups, kept, first, normalize, 1.7)
         true = parallel_ops.route(logits, 3, score=score, **options)
-        found = routing._cuda(logits, None, 3, *arguments)
+        found = routing.forward(logits, None, 3, *arguments)
         for a, b in zip(found, (true.weights, true.score_sums, true.z_sum, true.experts, true.load), strict=True):
             assert a.is_contiguous()
             torch.testing.assert_close(a, b)
@@ -34,7 +34,7 @@ def test_route(dtype, score):
             some = [g if keep else None for g, keep in zip(grads, given, strict=True)]
             rest = (score == "sigmoid", first, normalize, 1.7)
             torch.testing.assert_close(
-                routing._cuda_backward(logits, true.experts, *some, *rest),
+                routing.gradients(logits, true.experts, *some, *rest),
                 routing._backward(logits, true.experts, *some, *rest),
             )
 
@@ -46,21 +46,21 @@ def test_order_permute_and_unpermute(capacity, multiple):
         if tokens > 1:
             experts[0, 1] = -1  # a slot without an expert
         true = parallel_ops.sort_by_expert(experts, 6, capacity=capacity, multiple=multiple)
-        for a, b in zip(order._cuda(experts, 6, capacity, multiple), true, strict=True):
+        for a, b in zip(order.forward(experts, 6, capacity, multiple), true, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
         rows, places = true.rows, true.places
         for dtype in (torch.float32, torch.bfloat16):
             x = randn(tokens, 8, dtype=dtype, device="cpu").detach()
             y = randn(len(rows), 8, dtype=dtype, device="cpu", seed=1).detach()
-            torch.testing.assert_close(permutation._cuda_permute(x, rows, places), parallel_ops.permute(x, true))
+            torch.testing.assert_close(permutation.permute_forward(x, rows, places), parallel_ops.permute(x, true))
             for weights in (None, torch.rand(tokens, 3).to(dtype), torch.rand(tokens, 3)):
                 torch.testing.assert_close(
-                    permutation._cuda_unpermute(y, rows, places, weights), parallel_ops.unpermute(y, true, weights)
+                    permutation.unpermute_forward(y, rows, places, weights), parallel_ops.unpermute(y, true, weights)
                 )
                 for saved, needs_y in itertools.product((None, y), (True, False)):
                     call = (x, saved, rows, places, weights, needs_y)
                     torch.testing.assert_close(
-                        permutation._cuda_unpermute_backward(*call), permutation._unpermute_backward(*call)
+                        permutation.unpermute_gradients(*call), permutation._unpermute_backward(*call)
                     )
 
 
