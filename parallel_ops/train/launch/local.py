@@ -1,11 +1,13 @@
 """Starts one local process per rank, with torch's elastic agent.
 
-The parent forwards SIGINT to its workers as SIGTERM, and they save a checkpoint. Workers exit with the parent, however
-it ends. Only the first rank's own error is reported; follow-up connection errors are dropped. A suspended process
-ignores SIGTERM, so workers that remain for a while after a failure, or long after another has finished, are killed.
+The parent has a store with a board, on which ranks write their state, what they do, and the error they end with. It
+forwards SIGINT to its workers as SIGTERM, and they save a checkpoint. Workers exit with the parent, however it ends.
+Only the first rank's own error is reported; follow-up connection errors are dropped. A suspended process ignores
+SIGTERM, so workers that remain for a while after a failure, or long after another has finished, are killed.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -20,16 +22,16 @@ import traceback
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallel_ops._internal.command_line import unbroken_output
-from parallel_ops.comm.errors import named
+from parallel_ops.comm.errors import Board, named
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
@@ -44,6 +46,8 @@ FAILED = 1
 PLAIN = (ValueError, OSError, CheckpointError, NotFinite)
 # Seconds that the other processes have to exit after a failure: they look for the lost rank, which takes three.
 _GRACE = 10.0
+# The parent's place on the board, after those of the ranks.
+_PARENT = -1
 
 
 class Failure(RuntimeError):
@@ -82,24 +86,28 @@ def run_here(settings: Settings, start: Start) -> Stopped:
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="parallel_ops-") as folder:
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=Path(folder).name, rdzv_backend="c10d",
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=os.path.basename(folder), rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=start.max_restarts, monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
         threads = max(1, torch.get_num_threads() // ranks)
-        agent = _Agent(config, (settings, start, folder, threads))
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "localhost", 0, is_master=True, wait_for_workers=False
+        )
+        board = Board(store, _PARENT, ranks)
+        agent = _Agent(config, (settings, start, store.port, threads))
         limit = longest(settings.run.timeout)
-        stopped = agent.wait(Path(folder), limit)
+        stopped = agent.wait(board, limit)
         if agent.error is None and agent.results is not None:
             result = agent.results[0]
             return Stopped(result, stopped or (result.stopped if result else None))
-        failures = _failures(Path(folder))
+        failures = _failures(board)
         if agent.overdue and not failures:
             raise Failure(f"{agent.overdue} did not respond for {limit:.0f} s after the last step: killed")
         if stopped and not failures:
             return Stopped(None, stopped)  # nothing to save yet
         if isinstance(agent.error, ChildFailedError):
-            raise _first_failure(agent.error, Path(folder), failures) from None
+            raise _first_failure(agent.error, board, failures) from None
         raise agent.error or Failure("the processes ended without a result")
 
 
@@ -120,7 +128,7 @@ class _Agent:
         except BaseException as error:
             self.error = error
 
-    def wait(self, folder: Path, seconds: float) -> str | None:
+    def wait(self, board: Board, seconds: float) -> str | None:
         """Waits until all processes have ended. The first stop signal is forwarded to them as SIGTERM, the second kills
         them.
 
@@ -134,7 +142,7 @@ class _Agent:
 
         def note(number: int, _: Any) -> None:
             asked.append(signal.Signals(number).name)
-            (folder / "stop").touch()  # for processes that start after this
+            board.write("stop")  # for processes that start after this
             for child in multiprocessing.active_children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
@@ -142,7 +150,7 @@ class _Agent:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             self._thread.start()
-            leftover = _Leftover(folder, seconds)
+            leftover = _Leftover(board, seconds)
             while self._thread.is_alive() and not self.overdue:
                 self.overdue = leftover.kill_overdue()
                 self._thread.join(0.2)
@@ -157,63 +165,66 @@ class _Agent:
 class _Leftover:
     """Kills processes that remain too long after another one has failed or finished."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self._folder, self._seconds = folder, seconds
+    def __init__(self, board: Board, seconds: float) -> None:
+        self._board, self._seconds = board, seconds
         self._due: dict[int, float] = {}
-        self._seen: set[str] = set()
+        self._seen: set[tuple[int, str]] = set()
         self._finished = False
 
     def kill_overdue(self) -> str:
         """Names the ranks that it killed after the last step, since the agent may then wait forever; else empty."""
         now = time.monotonic()
         there = {child.pid or 0 for child in multiprocessing.active_children()}
-        names = {path.name for path in self._folder.iterdir()} - self._seen
-        self._seen |= names
-        for prefix, seconds in (("failed-", _GRACE), ("finished-", self._seconds)):
-            if any(name.startswith(prefix) for name in names):
+        states = {rank: json.loads(text) for rank, text in _texts(self._board, "state").items()}
+        new = {(state["pid"], state["name"]) for state in states.values()} - self._seen
+        self._seen |= new
+        for name, seconds in (("failed", _GRACE), ("finished", self._seconds)):
+            if any(name == other for _, other in new):
                 # Processes of a later start have other ids.
                 self._due = {pid: min(self._due.get(pid, math.inf), now + seconds) for pid in there}
-                self._finished = prefix == "finished-"
+                self._finished = name == "finished"
         late = [pid for pid, end in self._due.items() if now > end and pid in there]
         for pid in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._due = {pid: end for pid, end in self._due.items() if pid in there and pid not in late}
         # Processes that have finished do not exit before the agent has the results of all.
-        running, finished = self._ranks_of("running", late), self._ranks_of("finished", late)
-        return named(running or finished) if late and self._finished else ""
-
-    def _ranks_of(self, state: str, pids: list[int]) -> list[int]:
-        paths = (path for pid in pids for path in self._folder.glob(f"{state}-{pid}-*"))
-        return [int(path.name.rpartition("-")[2]) for path in paths]
+        killed = {rank: state["name"] for rank, state in states.items() if state["pid"] in late}
+        running = [rank for rank, name in killed.items() if name == "running"]
+        return named(running or killed) if late and self._finished else ""
 
 
-def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
+def _texts(board: Board, topic: str) -> dict[int, str]:
+    return board.read(topic, board.having(topic, range(board.ranks)))
+
+
+def _rank(settings: Settings, start: Start, port: int, threads: int) -> Result | None:
     """The main function of a local process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    running = Path(folder, f"running-{os.getpid()}-{rank}")
-    running.touch()
-    if Path(folder, "stop").exists():
+    store = dist.TCPStore("localhost", port, is_master=False)  # type: ignore[attr-defined]
+    board = Board(store, rank, settings.plan.gpus)
+
+    def enter(name: str) -> None:
+        board.write("state", json.dumps({"pid": os.getpid(), "name": name}))
+
+    enter("running")
+    if board.having("stop", [_PARENT]):
         return None
     if attempt:
         start = replace(start, resume=True)
 
     def report(message: str, **more: Any) -> None:
         failure = {"attempt": attempt, "rank": rank, "time": time.time(), "message": message}
-        path = Path(folder, f"failed-{attempt}-{rank}.json")
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({**failure, "lost": False, "names": True, "trace": "", **more}), encoding="utf-8")
-        part.rename(path)
-
-    def note(text: str) -> None:
-        Path(folder, f"activity-{rank}").write_text(text, encoding="utf-8")
+        board.write("failure", json.dumps({**failure, "lost": False, "names": True, "trace": "", **more}))
+        enter("failed")
+        board.having("failure", [rank])  # answered: the process may end
 
     try:
         with unbroken_output():
-            result = run_rank(settings, start, GracefulShutdown(), report, note)
-        running.rename(running.with_name(f"finished-{os.getpid()}-{rank}"))
+            result = run_rank(settings, start, GracefulShutdown(), report, functools.partial(board.write, "activity"))
+        enter("finished")
         return result
     except Exception as error:
         lost = is_lost(error)
@@ -238,18 +249,18 @@ def _end_with_parent() -> None:
         os._exit(FAILED)
 
 
-def _failures(folder: Path) -> list[dict[str, Any]]:
+def _failures(board: Board) -> list[dict[str, Any]]:
     """The failures of the last attempt: ranks' own errors first, lost connections last, each by time."""
-    failures = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failed-*.json")]
+    failures = [json.loads(text) for text in _texts(board, "failure").values()]
     last = max((found["attempt"] for found in failures), default=0)
     return sorted((f for f in failures if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
 
 
-def _first_failure(error: ChildFailedError, folder: Path, failures: list[dict[str, Any]]) -> Failure:
+def _first_failure(error: ChildFailedError, board: Board, failures: list[dict[str, Any]]) -> Failure:
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0 and (not failures or failures[0]["lost"]):
-        file = folder / f"activity-{rank}"
-        last = f"; its last activity: {file.read_text()}" if file.exists() else ""
+        activity = _texts(board, "activity").get(rank)
+        last = f"; its last activity: {activity}" if activity else ""
         return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}{last}")
     if not failures:
         return Failure(f"rank {rank} ended with exit code {failure.exitcode}")

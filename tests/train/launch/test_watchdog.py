@@ -200,18 +200,18 @@ def test_a_process_of_the_command_is_stopped(folder):
 
 
 STOPS = """
-import os, signal
+import os, signal, threading
 from multiprocessing import util
 
-def stop(*names):
-    if os.environ.get("RANK") == "{rank}" and all("finished-" in str(name) for name in names[1:]):
+def stop(*thread, **options):
+    if os.environ.get("RANK") == "{rank}" and all(t.name.startswith("parallel_ops-") for t in thread[:1]):
         os.kill(os.getpid(), signal.SIGSTOP)
-    return rename(*names) if names else None
+    return join(*thread, **options) if thread else None
 
-rename = os.rename
+join = threading.Thread.join
 """
 # Before others know that it has finished, or as its process exits.
-BEFORE, AT_EXIT = "os.rename = stop", "util.Finalize(None, stop, exitpriority=0)"
+BEFORE, AT_EXIT = "threading.Thread.join = stop", "util.Finalize(None, stop, exitpriority=0)"
 
 
 @pytest.mark.parametrize(("rank", "when"), [(0, BEFORE), (0, AT_EXIT), (1, AT_EXIT)])
