@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.experts.order import ExpertOrder, sort_by_expert
     from parallel_ops.ops.experts.permute import permute, unpermute
     from parallel_ops.ops.experts.route import Routing, load_balancing_loss, route
+    from parallel_ops.ops.float8_grouped_linear import float8_grouped_linear
     from parallel_ops.ops.float8_linear import float8_linear
     from parallel_ops.ops.norms.layer_norm import layer_norm
     from parallel_ops.ops.norms.rms_norm import rms_norm
@@ -66,6 +67,7 @@ __all__ = [
     "dpo_loss",
     "enable_experimental",
     "flash_attention",
+    "float8_grouped_linear",
     "float8_linear",
     "gelu_mul",
     "grouped_linear",

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from benchmarks.gpu_session import attention_choice, capture
 from benchmarks.gpu_session.ranks import device_of
-from parallel_ops import grouped_linear, rms_norm
+from parallel_ops import float8_grouped_linear, grouped_linear, rms_norm
 from parallel_ops._internal.gradients.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
 from parallel_ops.ops.float8_linear import float8_linear
-from parallel_ops.ops.float8_recipes import device_problem
+from parallel_ops.ops.float8_recipes import RECIPES, device_problem
 from parallel_ops.triton_kernels import experimental
 
 # Half a unit in the last place of bfloat16, and of the two kinds of float8: output gradients are rounded to e5m2.
@@ -53,6 +53,26 @@ def blocks(rank: int, size: int, kind: str, store: str) -> None:
         raise ValueError("this GPU has no products with scales of blocks")
     for name in found:
         _float8(kind, name)
+
+
+def float8_experts(rank: int, size: int, kind: str, store: str) -> None:
+    """Grouped products in float8, of every recipe that the GPU has, with experts that have no rows."""
+    ends = torch.tensor([0, 128, 128, 384], device=device_of(kind))
+    x, weight = (_drawn(*s, seed=i, kind=kind).requires_grad_() for i, s in enumerate(((512, 256), (4, 128, 256))))
+    grad = _drawn(512, 128, seed=2, kind=kind)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    true = grouped_linear(wide[0], wide[1], ends)
+    expected = [true.detach(), *torch.autograd.grad(true, wide, grad.double())]
+    found = [name for name in RECIPES if kind == "cpu" or not device_problem(device_of(kind), name)]
+    if not found:
+        raise ValueError("this GPU has no float8 products")
+    for recipe in found:
+        y = float8_grouped_linear(x, weight, ends, recipe=recipe, emulated=kind == "cpu")  # type: ignore[arg-type]
+        results = [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
+        for name, got, wanted in zip(("y", "the gradient of x", "that of weight"), results, expected, strict=True):
+            _check(f"{recipe}, {name}", got, wanted, _E4M3)
+        if results[2][[0, 2]].count_nonzero():
+            raise ValueError(f"{recipe}: experts without rows have a gradient")
 
 
 def _float8(kind: str, recipe: Any) -> None:
@@ -139,6 +159,7 @@ PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
     "attention backends": attention,
     "float8 linear": float8,
     "block-scaled linear": blocks,
+    "float8 experts": float8_experts,
     "grouped products": experts,
     "fp32 weight gradients": weight_gradients,
     "captured step": captured_step,

@@ -139,6 +139,11 @@ PATHS: tuple[GpuPath, ...] = (
         evidence="emulated on CPUs; a stand-in of `scaled_mm` that reads scales where cuBLAS does",
     ),
     GpuPath(
+        "precision", "float8 experts", '`precision.experts = "fp8_rowwise"`, `"fp8_blockwise"`, `"mxfp8"`', False,
+        "torch (`scaled_grouped_mm`, `scaled_mm`)", proofs=("float8 experts",),
+        evidence="emulated on CPUs; a stand-in of `scaled_grouped_mm` that reads scales where its kernels do",
+    ),
+    GpuPath(
         "precision", "fp32 main gradients", "`main_grad`, split backward", True, "torch (cuBLAS)",
         proofs=("fp32 weight gradients",), evidence="the same call on CPUs",
     ),

@@ -52,6 +52,7 @@ class Dispatch:
         capacity: rows of each expert from each rank at most; further ones are dropped, in the order of the tokens.
             ``None`` for no limit. The same on every rank.
         chunks: groups of each rank's experts, whose number it divides. The same on every rank; 1 without a group.
+        multiple: of what the rows of each expert are padded to, with zeros.
 
     Attributes:
         under_way: of each chunk, the rows and, where they are sent, the weights. ``arrive`` takes them back, so that a
@@ -66,15 +67,20 @@ class Dispatch:
     def __init__(
         self, x: Tensor, experts: Tensor, load: Tensor, num_experts: int, *, group: ProcessGroup | None,
         weights: Tensor | None = None, capacity: int | None = None, chunks: int = 1,
+        multiple: int = 1,
     ) -> None:  # fmt: skip
-        self._group, self.chunks = group, chunks
+        self._group, self.chunks, self._multiple = group, chunks, multiple
         self._sent: list[list[int]] = []
         self._received: list[list[int]] = []
         self._tables: Sequence[Tensor] = ()
         self._regrouped: dict[int, ExpertOrder] = {}
         if group is None:
-            self._order = sort_by_expert(experts, num_experts, capacity=capacity)
+            padded = capacity is None or capacity % multiple == 0
+            self._order = sort_by_expert(experts, num_experts, capacity=capacity, multiple=multiple if padded else 1)
             self.under_way = [self._permuted(x, weights)]
+            if not padded and capacity is not None:  # dropped first, as without a multiple
+                self._tables = [torch.full((1, num_experts), capacity, device=x.device)]
+                self._received = [[len(self.under_way[0][0])]]
             return
         ranks = group.size()
         if chunks > 1:  # chunk by chunk, and in each rank by rank
@@ -105,24 +111,26 @@ class Dispatch:
         Args:
             under_way: those of the chunk, or what a module's hooks made of them.
         """
-        if self._group is None:
+        if not self._tables:
             return Arrived(under_way[0], self._order.ends, under_way[1] if len(under_way) > 1 else None)
         # What a rank receives is ordered by sender and expert.
         table, total = self._tables[chunk], sum(self._received[chunk])
         ids = torch.arange(table.shape[1], device=table.device).repeat(table.shape[0])
         ids = ids.repeat_interleave(table.flatten(), output_size=total)
-        order = self._regrouped[chunk] = sort_by_expert(ids[:, None], table.shape[1])
-        # The last that was sent first, as a backward goes through them.
-        exchanges = zip(reversed(self._leaving[chunk]), reversed(under_way), strict=True)
-        parts = [exchange.finish(rows) for exchange, rows in exchanges][::-1]
-        weights = parts[1][order.rows.long()] if len(parts) > 1 else None
+        order = self._regrouped[chunk] = sort_by_expert(ids[:, None], table.shape[1], multiple=self._multiple)
+        parts = list(under_way)
+        if self._group is not None:  # the last that was sent first, as a backward goes through them
+            exchanges = zip(reversed(self._leaving[chunk]), reversed(under_way), strict=True)
+            parts = [exchange.finish(rows) for exchange, rows in exchanges][::-1]
+        weights = _of_rows(parts[1], order.rows) if len(parts) > 1 else None
         return Arrived(permute(parts[0], order), order.ends, weights)
 
     def leave(self, y: Tensor, chunk: int = 0) -> Tensor:
         """Sends what the experts have computed of a chunk's rows, ``[r, h]``: rows on their way back."""
+        if chunk in self._regrouped:
+            y = unpermute(y, self._regrouped[chunk])
         if self._group is None:
             return y
-        y = unpermute(y, self._regrouped[chunk])
         exchange = Exchange(y, self._received[chunk], self._sent[chunk], self._group)
         self._leaving[chunk] = [exchange]
         return exchange.rows

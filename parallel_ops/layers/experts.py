@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,8 @@ from parallel_ops.layers.parameters import (
     to_local,
     uniform,
 )
-from parallel_ops.ops import Routing, bias_swiglu, grouped_linear, route
+from parallel_ops.ops import Routing, bias_swiglu, float8_grouped_linear, grouped_linear, route
+from parallel_ops.ops.float8_recipes import RECIPES, Precision
 
 
 class Router(ShardedModule):
@@ -127,11 +128,15 @@ class Experts(ShardedModule):
             ffn_hidden_size]``. gate_up_bias, down_bias: the same without the last dimension, or ``None``. DTensors S(0)
             over ``mesh``; replicated with ``copies``.
         deferred: a queue that computes weight gradients later, as that of ``ParallelLinear``.
+        precision, emulated: of the products, as those of ``ParallelLinear``.
         recompute: keep the rows alone for the backward, and compute what lies between them and the result again.
 
     Raises:
         ValueError: the ranks do not divide ``num_experts``.
     """
+
+    precision: Precision = "bf16"
+    emulated: bool = False
 
     def __init__(
         self,
@@ -220,9 +225,22 @@ class Experts(ShardedModule):
         self, rows: Tensor, ends: Tensor, weights: Tensor | None, gate_up: Tensor, gate_up_bias: Tensor | None,
         down: Tensor, down_bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        both = grouped_linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
+        linear: Callable[..., Tensor] = grouped_linear
+        if self.precision != "bf16":
+            linear = functools.partial(float8_grouped_linear, recipe=self.precision, emulated=self.emulated)
+        both = linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
         y = bias_swiglu(both, weights=weights, **self._swiglu)
-        return grouped_linear(y, down, ends, bias=down_bias, **self._targets(self.down))
+        return linear(y, down, ends, bias=down_bias, **self._targets(self.down))
+
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        """Features after the activation and before the experts."""
+        return self.ffn_hidden_size, self.hidden_size
+
+    @property
+    def multiple(self) -> int:
+        """What the rows of each expert must be a multiple of."""
+        return 1 if self.precision == "bf16" else RECIPES[self.precision].rows
 
     def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The target of a weight's gradient if it is deferred."""

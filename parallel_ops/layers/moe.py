@@ -171,7 +171,7 @@ class ParallelMoE(ShardedModule):
         early, late = (None, routing.weights) if self.experts.down_bias is not None else (routing.weights, None)
         dispatched = Dispatch(
             flat, routing.experts, routing.load, experts, group=self.expert_group, weights=early, capacity=capacity,
-            chunks=self._chunks(),
+            chunks=self._chunks(), multiple=self.experts.multiple,
         )  # fmt: skip
         shared = None if self.shared is None else self.shared(x, sizes=sizes)  # while the rows are under way
         y = dispatched.combine(self._run_experts(dispatched), late)

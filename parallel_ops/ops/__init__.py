@@ -29,6 +29,7 @@ from parallel_ops.ops.experts.route import Routing as Routing
 from parallel_ops.ops.experts.route import load_balancing_loss as load_balancing_loss
 from parallel_ops.ops.experts.route import route as route
 from parallel_ops.ops.experts.route import route_reference as route_reference
+from parallel_ops.ops.float8_grouped_linear import float8_grouped_linear as float8_grouped_linear
 from parallel_ops.ops.float8_linear import float8_linear as float8_linear
 from parallel_ops.ops.norms.layer_norm import layer_norm as layer_norm
 from parallel_ops.ops.norms.layer_norm import layer_norm_reference as layer_norm_reference

@@ -39,6 +39,7 @@ class Recipe:
         block: Elements of a row that share a scale; 0 for a row. square: Scales of weights are for ``block x block``.
         gradient: Format of output gradients.
         multiple: What the sizes of weights must be multiples of, as tokens are padded to be.
+        rows: Likewise the rows of each expert: for MXFP8 those of a tile of scales.
         capabilities: The least compute capability of a GPU, and that from which on torch has no kernel.
     """
 
@@ -47,16 +48,17 @@ class Recipe:
     square: bool
     gradient: torch.dtype
     multiple: int
+    rows: int
     capabilities: tuple[tuple[int, int], tuple[int, int] | None]
     needs: str
 
 
 RECIPES: dict[str, Recipe] = {
     "fp8_rowwise": Recipe(
-        "fp8_rowwise", 0, False, E5M2, 16, ((8, 9), None), "8.9 or more (Ada, Hopper and later)"
+        "fp8_rowwise", 0, False, E5M2, 16, 16, ((8, 9), None), "8.9 or more (Ada, Hopper and later)"
     ),
-    "fp8_blockwise": Recipe("fp8_blockwise", 128, True, E4M3, 128, ((9, 0), (9, 1)), "9.0 (Hopper)"),
-    "mxfp8": Recipe("mxfp8", 32, False, E4M3, 32, ((10, 0), None), "10.0 or more (Blackwell)"),
+    "fp8_blockwise": Recipe("fp8_blockwise", 128, True, E4M3, 128, 128, ((9, 0), (9, 1)), "9.0 (Hopper)"),
+    "mxfp8": Recipe("mxfp8", 32, False, E4M3, 32, 128, ((10, 0), None), "10.0 or more (Blackwell)"),
 }  # fmt: skip
 
 
@@ -114,6 +116,25 @@ def quantize(t: Tensor, dtype: torch.dtype, recipe: Recipe, *, weight: bool = Fa
     return Quantized(values.contiguous(), scales.reshape(-1, columns // block), square)
 
 
+def quantize_groups(t: Tensor, ends: Tensor, recipe: Recipe) -> Quantized:
+    """The transpose of a matrix in e4m3, with scales for each group of rows that is summed over.
+
+    Args:
+        t: ``[rows, columns]``, floating-point. ends: ``[n]``, where the groups end; ``recipe.rows`` divides them.
+
+    Returns:
+        ``[columns, rows]`` with scales of ``[columns, blocks]``, or by row of ``[n, columns, 1]``.
+    """
+    if recipe.block:
+        return quantize(t.t(), E4M3, recipe)
+    most, rows = torch.finfo(E4M3).max, torch.arange(len(t), dtype=ends.dtype, device=t.device)
+    group = torch.searchsorted(ends, rows, right=True)  # n for rows behind the last
+    most_of = t.new_zeros(len(ends) + 1, t.shape[1]).scatter_reduce(0, group[:, None].expand_as(t), t.abs(), "amax")
+    scales = most_of.float().div(most).clamp(min=_TINY)
+    values = (t.float() / scales[group]).clamp(-most, most).to(E4M3)
+    return Quantized(values.t().contiguous(), scales[:-1, :, None])
+
+
 def product(a: Quantized, b: Quantized, recipe: Recipe, *, emulated: bool, gradient: bool = False) -> Tensor:
     """``A B^T``, ``[M, N]`` in bfloat16, of A ``[M, K]`` and B ``[N, K]``.
 
@@ -147,12 +168,12 @@ def _on_device(t: Quantized, recipe: Recipe) -> tuple[F.ScalingType, Tensor]:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """``[rows, blocks]`` of bytes to a vector: tiles of 128 x 4, one after another along rows of tiles, each as 32 x 4
-    x 4: row ``32 i + j`` of a tile is at ``[j, i]``. Missing rows and blocks are 0."""
-    rows, blocks = scales.shape
+    """``[..., rows, blocks]`` of bytes to vectors: tiles of 128 x 4, one after another along rows of tiles, each as 32
+    x 4 x 4: row ``32 i + j`` of a tile is at ``[j, i]``. Missing rows and blocks are 0."""
+    rows, blocks = scales.shape[-2:]
     whole = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
-    tiles = whole.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4))  # [row tiles, i, j, column tiles, 4]
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
+    tiles = whole.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))  # [..., row tiles, i, j, column tiles, 4]
+    return tiles.movedim(-2, -4).transpose(-2, -3).flatten(-5).view(scales.dtype)
 
 
 def device_problem(device: torch.device, name: str) -> str | None:

@@ -118,14 +118,13 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
         "offload_least_bytes": settings.recompute.offload_least_bytes,
     }
     lora = settings.lora
-    if precision.linears != "bf16":
-        problem = None if precision.fp8_emulation else device_problem(device, precision.linears)
-        if problem:
+    for key, recipe in precision.float8.items():
+        if problem := None if precision.fp8_emulation else device_problem(device, recipe):
             raise ValueError(
-                f'precision.linears: {problem}; set precision.linears = "bf16", or precision.fp8_emulation = true'
+                f'precision.{key}: {problem}; set precision.{key} = "bf16", or precision.fp8_emulation = true'
             )
-        options |= {"precision": precision.linears, "emulated": precision.fp8_emulation}
-        options |= {"float8_bf16_blocks": precision.fp8_bf16_layers}
+    options |= {"precision": precision.linears, "expert_precision": precision.experts}
+    options |= {"emulated": precision.fp8_emulation, "float8_bf16_blocks": precision.fp8_bf16_layers}
     if model is not None:
         if lora is not None:
             raise ValueError("Trainer: lora needs settings.model; leave out the argument model")

@@ -31,7 +31,7 @@ from parallel_ops.train.report.settings import LoggingSettings
 from parallel_ops.train.settings.model import LoraSettings, ModelSettings
 from parallel_ops.train.settings.parallel import ParallelSettings, RecomputeSettings
 from parallel_ops.train.settings.section import Section
-from parallel_ops.train.settings.sizes import expert_problems, float8_problem, size_problems
+from parallel_ops.train.settings.sizes import expert_problems, float8_problems, size_problems
 from parallel_ops.train.step.settings import OptimizerSettings, PrecisionSettings
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
@@ -144,8 +144,8 @@ class Settings(Section):
                 ("lora", "dropout"),
                 f"needs parallel.cp of 1, got {self.plan.cp}: masks would differ from one rank's",
             )
-        if self.precision.linears != "bf16":
-            yield ("precision", "linears"), 'must be "bf16" with lora: adapters are in 16 bits'
+        for key in self.precision.float8:
+            yield ("precision", key), 'must be "bf16" with lora: adapters are in 16 bits'
         if self.model.freeze:
             yield ("model", "freeze"), "must be left out with lora, which freezes all parameters but the adapters"
         try:
@@ -155,20 +155,23 @@ class Settings(Section):
 
     def _fp8_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, plan, layers = self.precision, self.plan, self.config.num_layers
-        if own.linears == "bf16":
+        if own.experts is not None and self.config.experts is None:
+            yield ("precision", "experts"), "must be left out for a model without experts"
+        if not own.float8:
             if own.fp8_emulation:
                 yield ("precision", "fp8_emulation"), f"needs precision.linears {', '.join(RECIPES)}, got 'bf16'"
             return
         if own.dtype != "bf16":
-            yield ("precision", "linears"), f'needs precision.dtype = "bf16", got {own.dtype!r}'
+            yield ("precision", next(iter(own.float8))), f'needs precision.dtype = "bf16", got {own.dtype!r}'
         if 2 * own.fp8_bf16_layers >= layers:
             yield (
                 ("precision", "fp8_bf16_layers"),
                 f"is {own.fp8_bf16_layers}, at the start and at the end, which leaves none of the {layers} layers in "
                 "float8; lower it",
             )
-        elif problem := float8_problem(self.config, plan.tp, RECIPES[own.linears].multiple, own.fp8_bf16_layers):
-            yield ("precision", "linears"), problem
+        else:
+            multiples = {key: RECIPES[recipe].multiple for key, recipe in own.float8.items()}
+            yield from float8_problems(self.config, plan.tp, multiples, own.fp8_bf16_layers)
 
     def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, keep_best = self.evaluation, self.checkpoint.keep_best

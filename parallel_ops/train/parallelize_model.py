@@ -47,6 +47,7 @@ def parallelize(
     recompute_every: int = 1,
     compile: bool = False,
     precision: Precision = "bf16",
+    expert_precision: Precision | None = None,
     emulated: bool = False,
     float8_bf16_blocks: int = 1,
     activation_offload: Offload = "none",
@@ -69,6 +70,7 @@ def parallelize(
         compile: Compile each block.
         precision: Of the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear``: float8 by a recipe
             of ``ops.float8_recipes``, with the plan's ``dtype="bf16"``. emulated: Multiply in fp32, on any device.
+        expert_precision: Likewise of their ``Experts``; ``None`` for ``precision``.
         float8_bf16_blocks: As many blocks at the start, and at the end, that keep bf16.
         activation_offload, offload_in_flight, offload_least_bytes: Keep activations of blocks in host memory; see
             ``train.offload``. The model has what ``offload_activations`` returns as ``activation_offload``.
@@ -96,7 +98,11 @@ def parallelize(
     elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
         model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), cp_layout)
     names = _blocks(model, blocks)
-    _use_float8(model, names, plan, precision, emulated, float8_bf16_blocks)
+    wanted: dict[type[ParallelLinear | Experts], Precision] = {
+        ParallelLinear: precision,
+        Experts: expert_precision or precision,
+    }
+    _use_float8(model, names, plan, wanted, emulated, float8_bf16_blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
     # A plain attribute, also of a model that has no such field.
     object.__setattr__(model, "activation_offload", offload_activations(
@@ -201,16 +207,25 @@ def _blocks(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _use_float8(
-    model: nn.Module, names: list[str], plan: Plan, precision: Precision, emulated: bool, at_the_ends: int
+    model: nn.Module,
+    names: list[str],
+    plan: Plan,
+    wanted: dict[type[ParallelLinear | Experts], Precision],
+    emulated: bool,
+    at_the_ends: int,
 ) -> None:
-    """Sets the precision of the linears of all blocks of the whole model but the first and the last ``at_the_ends``."""
-    if precision == "bf16":
+    """Sets the precision of the linears and experts of all blocks of the whole model but the first and the last
+    ``at_the_ends``."""
+    float8 = {kind: precision for kind, precision in wanted.items() if precision != "bf16"}
+    if not float8:
         return
-    if precision not in RECIPES:
-        known = ", ".join(map(repr, ("bf16", *RECIPES)))
-        raise ValueError(f"parallelize: precision must be one of {known}, got {precision!r}")
+    text = " and ".join(dict.fromkeys(float8.values()))
+    for precision in float8.values():
+        if precision not in RECIPES:
+            known = ", ".join(map(repr, ("bf16", *RECIPES)))
+            raise ValueError(f"parallelize: precision must be one of {known}, got {precision!r}")
     if plan.dtype != "bf16":
-        raise ValueError(f"parallelize: {precision} needs the plan's dtype to be 'bf16', got {plan.dtype!r}")
+        raise ValueError(f"parallelize: {text} needs the plan's dtype to be 'bf16', got {plan.dtype!r}")
     if at_the_ends < 0:
         raise ValueError(f"parallelize: float8_bf16_blocks must be at least 0, got {at_the_ends}")
     every = names
@@ -218,25 +233,26 @@ def _use_float8(
         every = model.block_names  # type: ignore[assignment]
     inner = set(every[at_the_ends : len(every) - at_the_ends])
     found = [
-        (f"{block}.{name}", module)
+        (f"{block}.{name}", module, precision)
         for block in names
         if block in inner
         for name, module in model.get_submodule(block).named_modules()
-        if isinstance(module, ParallelLinear)
+        for kind, precision in float8.items()
+        if isinstance(module, kind)
     ]
     if not found and not (inner and plan.pp > 1):
         raise ValueError(
-            f"parallelize: {precision} has no linear of parallel_ops.layers in the blocks {at_the_ends} to "
+            f"parallelize: {text} has no linear of parallel_ops.layers in the blocks {at_the_ends} to "
             f"{len(every) - at_the_ends - 1} of {len(every)}"
         )
-    for name, linear in found:
-        multiple = RECIPES[precision].multiple
-        if any(size % multiple for size in linear.local_sizes):
+    for name, module, precision in found:
+        multiple, sizes = RECIPES[precision].multiple, module.local_sizes
+        if any(size % multiple for size in sizes):
             raise ValueError(
-                f"parallelize: {precision} needs sizes that {multiple} divides, and {name} has {linear.in_features} "
-                f"and {linear.out_features}, on {linear.ranks} ranks"
+                f"parallelize: {precision} needs sizes that {multiple} divides, and {name} has {sizes[1]} and "
+                f"{sizes[0]} on a rank"
             )
-        linear.precision, linear.emulated = precision, emulated
+        module.precision, module.emulated = precision, emulated
 
 
 def _policy(plan: Plan, *, cast_inputs: bool = True) -> MixedPrecisionPolicy:

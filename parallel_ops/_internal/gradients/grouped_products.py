@@ -22,7 +22,7 @@ from torch import Tensor
 from parallel_ops._internal.memory import empty_output
 
 # torch's kernel takes one thread a group to prepare the products.
-_MAX_GROUPS = 1023
+MAX_GROUPS = 1023
 _CAPABILITIES = (9, 10)
 # There the kernel leaves what was in memory as the products of groups without rows (pytorch/pytorch#172439).
 _WITHOUT_EMPTY_GROUPS = 10
@@ -37,7 +37,7 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None
             y += bias[torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)]
         return y.masked_fill_((rows >= ends[-1])[:, None], 0)
     y, end = empty_output(x, (x.shape[0], weight.shape[2])), 0
-    for group, start, end in _groups(ends):
+    for group, start, end in groups(ends):
         if bias is None:
             torch.mm(x[start:end], weight[group], out=y[start:end])
         else:
@@ -54,7 +54,7 @@ def outer_products(dz: Tensor, h: Tensor, ends: Tensor) -> Tensor:
             products.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
         return products
     out, last = empty_output(dz, (len(ends), dz.shape[1], h.shape[1])), 0
-    for group, start, end in _groups(ends):
+    for group, start, end in groups(ends):
         out[last:group].zero_()
         torch.mm(dz[start:end].t(), h[start:end], out=out[group])
         last = group + 1
@@ -72,7 +72,7 @@ def add_outer_products(
     if _has_kernel(dz, h, ends):
         total += outer_products(dz, h, ends)
         return
-    for group, start, end in _groups(ends):
+    for group, start, end in groups(ends):
         add(total[group], dz[start:end], h[start:end])
 
 
@@ -81,7 +81,7 @@ def sums(dz: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(dz, dz, ends):  # a product with ones: sums in fp32 in a fixed order
         return outer_products(dz, dz.new_ones(dz.shape[0], 8), ends)[:, :, 0].contiguous()
     out = dz.new_zeros(len(ends), dz.shape[1])
-    for group, start, end in _groups(ends):
+    for group, start, end in groups(ends):
         torch.sum(dz[start:end], 0, out=out[group])
     return out
 
@@ -98,7 +98,7 @@ def check_ends(op: str, ends: Tensor, rows: int) -> None:
         before = end
 
 
-def _groups(ends: Tensor) -> Iterator[tuple[int, int, int]]:
+def groups(ends: Tensor) -> Iterator[tuple[int, int, int]]:
     """(group, start, end) of the groups that have rows. On a GPU the host waits for ``ends``."""
     start = 0
     for group, end in enumerate(ends.tolist()):
@@ -113,7 +113,7 @@ def _has_kernel(rows: Tensor, other: Tensor, ends: Tensor) -> bool:
         rows.is_cuda
         and rows.dtype is torch.bfloat16
         and _capability(rows) in _CAPABILITIES
-        and len(ends) <= _MAX_GROUPS
+        and len(ends) <= MAX_GROUPS
         and min(rows.numel(), other.numel()) > 0
         and all(size % 8 == 0 for size in (rows.shape[1], *other.shape[1:]))
     )

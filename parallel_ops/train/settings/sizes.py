@@ -11,12 +11,24 @@ from parallel_ops.planner.plan import Plan
 Problems = Iterator[tuple[tuple[str, ...], str]]
 
 
-def float8_problem(config: TransformerConfig, tp: int, multiple: int, at_the_ends: int) -> str | None:
-    """Names a linear whose part on a tensor-parallel rank has sizes that float8 does not take; ``None`` for none.
+def float8_problems(config: TransformerConfig, tp: int, multiples: dict[str, int], at_the_ends: int) -> Problems:
+    """Names a linear, and experts, whose part on a tensor-parallel rank has sizes that float8 does not take.
 
     Args:
-        multiple: Of the recipe. at_the_ends: Number of layers at the start, and at the end, that stay in 16 bits.
+        multiples: Of the recipes of ``"linears"`` and ``"experts"``. at_the_ends: Number of layers at the start, and
+            at the end, that stay in 16 bits.
     """
+    experts = config.experts
+    if experts is not None and (multiple := multiples.get("experts")):
+        for name, size in (("hidden_size", config.hidden_size), ("experts' ffn_hidden_size", experts.ffn_hidden_size)):
+            if size % multiple:
+                other = 'precision.experts = "bf16" keeps them in 16 bits'
+                yield (
+                    ("precision", "experts"),
+                    f"needs sizes of experts that {multiple} divides: {name} is {size}; {other}",
+                )
+    if not (multiple := multiples.get("linears")):
+        return
     for name, linear in linears_of(Transformer(config, device="meta")).items():
         if not at_the_ends <= int(name.split(".")[1]) < config.num_layers - at_the_ends:
             continue
@@ -27,8 +39,12 @@ def float8_problem(config: TransformerConfig, tp: int, multiple: int, at_the_end
             # With fewer key heads than ranks, a rank uses one head.
             rows //= min(tp, config.resolved_num_kv_heads) if name.endswith((".k", ".v")) else tp
         if rows % multiple or columns % multiple:
-            return f"needs sizes of linears that {multiple} divides on each rank of tp: {name} has {columns} x {rows}"
-    return None
+            found = f"{name} has {columns} x {rows}"
+            yield (
+                ("precision", "linears"),
+                f"needs sizes of linears that {multiple} divides on each rank of tp: {found}",
+            )
+            return
 
 
 def size_problems(config: TransformerConfig, plan: Plan, length: int, row: int) -> Problems:

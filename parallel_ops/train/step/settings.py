@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from parallel_ops.ops.float8_recipes import Precision
+from parallel_ops.ops.float8_recipes import Float8Recipe, Precision
 from parallel_ops.train.settings.section import Count, Positive, Section
 
 
@@ -66,14 +66,22 @@ class PrecisionSettings(Section):
         dtype: Dtype of activations and of parameters in use.
         linears: Of the products of the layers' linears: ``"bf16"`` for ``dtype``, or, with ``dtype="bf16"``, float8
             scaled by row, by block or as MXFP8; see ``ops.float8_recipes``.
-        fp8_bf16_layers: As many layers at the start, and at the end, whose linears stay in bf16.
+        experts: Likewise of the layers' experts; by default that of ``linears``.
+        fp8_bf16_layers: As many layers at the start, and at the end, whose linears and experts stay in bf16.
         fp8_emulation: Quantize alike but multiply in fp32, on any device: slower than bf16, for tests.
         initial_scale, growth_interval: Initial loss scale of fp16, and the finite steps after which it doubles.
     """
 
     dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
     linears: Precision = "bf16"
+    experts: Precision | None = None
     fp8_bf16_layers: Count = 1
     fp8_emulation: bool = False
     initial_scale: Annotated[float, Field(gt=0)] = 65536.0
     growth_interval: Positive = 2000
+
+    @property
+    def float8(self) -> dict[str, Float8Recipe]:
+        """The recipes in use, by key."""
+        both: dict[str, Precision] = {"linears": self.linears, "experts": self.experts or self.linears}
+        return {key: recipe for key, recipe in both.items() if recipe != "bf16"}

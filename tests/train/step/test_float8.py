@@ -9,6 +9,7 @@ from torch import nn
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.layers.linear_base import ParallelLinear
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.ops.float8_recipes import RECIPES
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train import parallelize
 from support.ranks.distributed import ranks
@@ -119,6 +120,12 @@ def test_first_and_last_layers_stay_and_gradients_reach_all(data):
         ({"linears": "bf16"}, {}, "needs precision.linears fp8_rowwise, fp8_blockwise, mxfp8, got 'bf16'"),
         ({"linears": "fp8_blockwise"}, {}, r"(?s)precision\.linears.* that 128 divides on each rank.*layers\.1"),
         ({"fp8_bf16_layers": 2}, {}, "is 2, at the start and at the end, which leaves none of the 3 layers"),
+        (
+            {"experts": "mxfp8"},
+            {"model": {**MODEL, "experts": {"num_experts": 2, "top_k": 1, "ffn_hidden_size": 48}}},
+            r"(?s)precision\.experts.*that 32 divides: experts' ffn_hidden_size is 48; .*= .bf16. keeps",
+        ),
+        ({"experts": "mxfp8"}, {}, r"(?s)precision\.experts.*must be left out for a model without experts"),
         ({}, {"model": {**MODEL, "ffn_hidden_size": 72}}, r"layers\.1\.mlp\.gate has 32 x 72"),
         ({}, {"parallel": {"tp": 4, "global_batch": 8}}, r"on each rank of tp: layers\.1\.attention\.q has 32 x 8"),
     ],
@@ -139,3 +146,29 @@ def test_parallelize_refuses():
         parallelize(model, ParallelMesh(), plan, precision="fp8")
     with pytest.raises(ValueError, match="float8_bf16_blocks must be at least 0, got -1"):
         parallelize(model, ParallelMesh(), plan, precision="mxfp8", float8_bf16_blocks=-1)
+
+
+EXPERTS = MODEL | {
+    "hidden_size": 128, "ffn_hidden_size": 128, "num_layers": 2,
+    "experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 128, "shared_experts": 1, "aux_loss": 0.01},
+}  # fmt: skip
+EXPERT_PLANS = [
+    {"dp": 2, "ep": 2, "zero": 3}, {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "sequence_parallel": True}, {"tp": 2},
+    {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "zb-h1"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_over_ranks(data, recipe):
+    """Experts alone in float8; gradient norms are as close as those of linears."""
+    options = {"model": EXPERTS, "run": {"steps": 2}}
+    precision = FP8 | {"linears": "bf16", "experts": recipe, "fp8_bf16_layers": 0}
+    want, plain = (
+        torch.tensor(runs.steps_of(0, settings_of(data, each, **options))) for each in (precision, {"dtype": "bf16"})
+    )
+    assert (want != plain).any() and (want[:, 0] - plain[:, 0]).abs().max() < 0.02
+    for plan in EXPERT_PLANS if recipe == "fp8_rowwise" else EXPERT_PLANS[-1:]:
+        settings = settings_of(data, precision, **options, parallel={"global_batch": 8, "micro_batch": 1} | plan)
+        for steps in ranks(settings.plan.gpus).run(runs.steps_of, settings):
+            torch.testing.assert_close(torch.tensor(steps)[:, 0], want[:, 0], rtol=2e-3, atol=0)
+            torch.testing.assert_close(torch.tensor(steps)[:1, 1], want[:1, 1], rtol=1e-2, atol=0)
