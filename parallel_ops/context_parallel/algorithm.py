@@ -11,8 +11,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops.comm.device_rates import rates_of
-from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link, Selection, select
+from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
+from parallel_ops.context_parallel.selection import Selection, select
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, count_tokens, shard_ranges
+from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
 
 NAME = "ring_attention"
@@ -44,7 +46,7 @@ def ring_attention_algorithm(
         The ``algorithm`` and the ``reason``: all algorithms with their bytes and, on a GPU, their times.
     """
     check_placement(q, group, cp_layout, "auto", length, None)
-    shape = _shape(q, k, group, cp_layout, causal, window_size, cu_seqlens is not None, length)
+    shape = _shape(q, k, group, cp_layout, causal, window_size, _documents(cu_seqlens, q, group, length), length)
     return select(shape, _link(q, group))
 
 
@@ -81,7 +83,7 @@ def check_placement(
 
 def _shape(
     q: Tensor, k: Tensor, group: ProcessGroup | None, cp_layout: str, causal: bool, window_size: tuple[int, int],
-    documents: bool, length: int | None,
+    documents: tuple[int, ...] | bool, length: int | None,
 ) -> AttentionShape:  # fmt: skip
     s, batch, heads, head_dim = q.shape
     size = group_size(group)
@@ -98,6 +100,22 @@ def _shape(
         window_size=window_size,
         documents=documents,
     )
+
+
+def _documents(
+    cu_seqlens: Tensor | None, q: Tensor, group: ProcessGroup | None, length: int | None
+) -> tuple[int, ...] | bool:
+    """Lengths of documents, if they can be read without waiting for a device; else whether there are any."""
+    if cu_seqlens is None or not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+        return cu_seqlens is not None
+    whole = q.shape[0] * group_size(group) if length is None else length
+
+    def read() -> tuple[int, ...] | bool:
+        found = tuple(cu_seqlens.diff().tolist())
+        # Ranks find out together that documents are no such lengths.
+        return found if sum(found) == whole and min(found, default=0) >= 0 else True
+
+    return once(cu_seqlens, ("lengths", whole), read)
 
 
 def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
@@ -134,7 +152,8 @@ def select_algorithm(
         mask = options.causal, (left, -1 if options.causal else right)
         if torch.compiler.is_compiling():
             return Algorithm(_compiled_ulysses_degree(size, q.shape[2], heads, *mask), False)
-        shape = _shape(q, k, group, cp_layout, *mask, options.packed, length)
+        documents = _documents(options.cu_seqlens, q, group, length) or options.packed
+        shape = _shape(q, k, group, cp_layout, *mask, documents, length)
         return select(shape, _link(q, group)).algorithm
     if algorithm in ("ring", "all_gather"):
         return Algorithm(1, algorithm == "all_gather")

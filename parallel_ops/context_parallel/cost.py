@@ -19,20 +19,22 @@ backward:
 
     n  >=  w G F / (H B)   forward        n  >=  2 (w + a) G F / (5 H B)   backward        half of that if not causal
 
-``select`` compares seconds: all of an all-to-all and of an all-gather, and the part of a ring that is not hidden. With
-documents the amount of computation is not known on the host, so nothing counts as hidden.
+``seconds`` are those of the slowest rank: its arithmetic, all of an all-to-all and of an all-gather, and the part of a
+ring that is not hidden. With lengths of documents, visible pairs and keys are counted (``placement.py``); where the
+device alone knows them, nothing counts as hidden. ``selection.py`` compares.
 """
 
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.context_parallel.token_ranges import (
+    LAYOUTS,
     count_tokens,
+    layout_of,
     lengths,
-    ring_ranks,
     shard_ranges,
     ulysses_ranks,
     visible_keys,
@@ -43,9 +45,6 @@ _STEP_SECONDS = 20e-6
 
 # The share of ``keys_sent`` that a causal ring in zigzag layout sends. A step takes as long as all of it.
 ZIGZAG_SHARE = 0.75
-
-# Above this size of gathered keys and their gradients in fp32, "auto" does not select the all-gather.
-_MAX_GATHERED_BYTES = 512 << 20
 
 
 class Sent(NamedTuple):
@@ -61,7 +60,11 @@ class AttentionShape:
 
     Args:
         length: tokens of the whole sequence. itemsize: bytes of an element of q, k and v.
-        window_size: as in ``flash_attention``. documents: tokens see only their own document.
+        window_size: as in ``flash_attention``.
+        documents: lengths of packed documents, inside of which attention stays; ``True`` if they are not known here.
+
+    Raises:
+        ValueError: the documents do not make up the sequence.
     """
 
     length: int
@@ -74,7 +77,14 @@ class AttentionShape:
     cp_layout: str = "zigzag"
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
-    documents: bool = False
+    documents: tuple[int, ...] | bool = False
+
+    def __post_init__(self) -> None:
+        found = self.documents
+        if isinstance(found, tuple) and (sum(found) != self.length or min(found, default=0) < 0):
+            raise ValueError(
+                f"AttentionShape: documents must be lengths of {self.length} tokens in all, got {sum(found)}"
+            )
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
@@ -100,13 +110,6 @@ class Algorithm(NamedTuple):
         if self.ulysses_degree == 1:
             return "ring"
         return "all_to_all" if self.ulysses_degree == ranks else f"hybrid of {self.ulysses_degree}"
-
-
-class Selection(NamedTuple):
-    """An algorithm and the reason for it."""
-
-    algorithm: Algorithm
-    reason: str
 
 
 class Link(NamedTuple):
@@ -168,26 +171,57 @@ def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
 
 def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
     """The bytes of keys, and of their gradients, that each rank sends."""
-    shards = [
-        shard_ranges(shape.cp_layout, shape.length, shape.ranks, rank, ulysses_degree) for rank in range(shape.ranks)
-    ]
+    rows = counts(shape, ulysses_degree)[1]
     width = 2 * shape.batch * shape.kv_heads / ulysses_degree * shape.head_dim
-    return [
-        _total(
-            keys_sent(
-                _visible_tokens(shape, shards[rank], shards[other]),
-                _visible_tokens(shape, shards[other], shards[rank]),
-                width, shape.itemsize,
-            )
-            for other in ring_ranks(shape.cp_layout, shape.ranks, rank, ulysses_degree)
-            if other != rank
-        )
-        for rank in range(shape.ranks)
-    ]  # fmt: skip
+    of_union = [
+        keys_sent(sum(leaving), sum(returning), width, shape.itemsize)
+        for leaving, returning in zip(rows, zip(*rows, strict=True), strict=True)
+    ]
+    return [of_union[_union(shape, rank, ulysses_degree)] for rank in range(shape.ranks)]
 
 
-def _visible_tokens(shape: AttentionShape, keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...]) -> int:
-    return count_tokens(visible_keys(keys, queries, *shape.bounds))
+def _union(shape: AttentionShape, rank: int, ulysses_degree: int) -> int:
+    """The index of a rank's ``ulysses_ranks`` among those of all ranks."""
+    ring_degree = shape.ranks // ulysses_degree
+    return rank % ring_degree if shape.cp_layout == "striped" else rank // ulysses_degree
+
+
+@functools.lru_cache(maxsize=256)
+def counts(shape: AttentionShape, ulysses_degree: int) -> tuple[list[float], list[list[int]]]:
+    """Visible pairs of the queries of each rank and its ``ulysses_ranks`` together, and the keys ``[source][target]``
+    that such queries see of others."""
+    ring_degree = shape.ranks // ulysses_degree
+    first = 1 if shape.cp_layout == "striped" else ulysses_degree
+    shards = [
+        shard_ranges(shape.cp_layout, shape.length, shape.ranks, i * first, ulysses_degree) for i in range(ring_degree)
+    ]
+    if isinstance(shape.documents, tuple):
+        # Needed here alone, and with it NumPy.
+        from parallel_ops.context_parallel.placement import area, rows_sent
+
+        layout, ranges = shape.cp_layout, ranges_of(shape.documents, *shape.bounds)
+        if layout not in LAYOUTS:
+            layout = layout_of([int(owner) // ulysses_degree for owner in layout.split(",")])
+        areas: list[float] = area(ranges, layout, ring_degree).tolist()
+        if layout == "striped":  # each document that is longer than the ranks needs all of its keys
+            return areas, [[0 if q is k else count_tokens(k) for q in shards] for k in shards]
+        return areas, rows_sent(ranges, layout, ring_degree).tolist()
+    return [_pairs(shard, shape) for shard in shards], [
+        [0 if q is k else count_tokens(visible_keys(k, q, *shape.bounds)) for q in shards] for k in shards
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def ranges_of(documents: tuple[int, ...], left: int | None, right: int | None) -> Any:
+    """First and last key of each query, int32 ``[2, length]``."""
+    import numpy as np
+
+    sizes = np.array(documents, np.int64)
+    ends, places = np.cumsum(sizes), np.arange(sizes.sum())
+    first, last = np.repeat(ends - sizes, sizes), np.repeat(ends - 1, sizes)
+    first = first if left is None else np.maximum(first, places - left)
+    last = last if right is None else np.minimum(last, places + right)
+    return np.stack([first, last]).astype(np.int32)
 
 
 def _total(parts: Iterable[Sent]) -> Sent:
@@ -221,40 +255,22 @@ def algorithms(shape: AttentionShape) -> list[Algorithm]:
 def seconds(shape: AttentionShape, algorithm: Algorithm, link: Link) -> float:
     """Seconds of forward and backward together on the slowest rank."""
     u = algorithm.ulysses_degree
-    others = ring_ranks(shape.cp_layout, shape.ranks, 0, u)
-    shards = [shard_ranges(shape.cp_layout, shape.length, shape.ranks, rank, u) for rank in others]
-    work = max(_pairs(shard, shape) for shard in shards) * 4 * shape.head_dim * shape.heads / u * shape.batch
-    compute = Sent(work / link.flops, 2.5 * work / link.flops)
-    waited = [sum(s) for s in _all_to_all_sent(shape, u)]
-    total = sum(compute) + max(waited) / link.bandwidth + (4 * link.latency if u > 1 else 0.0)
+    areas, rows = counts(shape, u)
+    work = 4 * shape.head_dim * shape.heads / u * shape.batch / link.flops
+    total = max(sum(s) for s in _all_to_all_sent(shape, u)) / link.bandwidth + (4 * link.latency if u > 1 else 0.0)
     if algorithm.all_gather:
-        return total + max(sum(s) for s in _keys_sent(shape, u)) / link.bandwidth + 3 * link.latency
-    arriving = [[_visible_tokens(shape, k, q) if k != q else 0 for k in shards] for q in shards]
-    hops = max(sum(n > 0 for n in of_rank) for of_rank in arriving)
-    largest = max(max(of_rank) for of_rank in arriving)
+        waited = max(sum(s) for s in _keys_sent(shape, u)) / link.bandwidth + 3 * link.latency
+        return total + 3.5 * work * max(areas) + waited
     width = 2 * shape.batch * shape.kv_heads / u * shape.head_dim
-    for busy, size in zip(compute, keys_sent(largest, largest, width, shape.itemsize), strict=True):
-        hidden = 0.0 if shape.documents else busy / (hops + 1)
-        total += hops * (max(0.0, size / link.bandwidth + link.latency - hidden) + _STEP_SECONDS)
-    return total
-
-
-@functools.lru_cache(maxsize=4096)
-def select(shape: AttentionShape, link: Link | None) -> Selection:
-    """The fastest algorithm, or without ``link`` the one that sends fewest bytes; ties go to ring, then all-gather."""
-    candidates = []
-    for algorithm in algorithms(shape):
-        if algorithm.all_gather and _gathered_bytes(shape) > _MAX_GATHERED_BYTES:
-            continue
-        most = max(s.forward + s.backward for s in sent(shape, algorithm))
-        candidates.append((algorithm, most if link is None else seconds(shape, algorithm, link), most))
-    best = min(candidates, key=lambda candidate: candidate[1])
-    described = []
-    for algorithm, value, most in sorted(candidates, key=lambda candidate: candidate[1]):
-        time = "" if link is None else f"{1e3 * value:.3g} ms, "
-        described.append(f"{algorithm.name(shape.ranks)} {time}{most / 2**20:.3g} MiB sent")
-    reason = "sends least" if link is None else "fastest"
-    return Selection(best[0], f"{best[0].name(shape.ranks)}: {reason} (forward and backward: {'; '.join(described)})")
+    slowest = 0.0
+    for area, arriving in zip(areas, zip(*rows, strict=True), strict=True):
+        hops = [keys_sent(n, n, width, shape.itemsize) for n in arriving if n]
+        found = 3.5 * work * area + 2 * len(hops) * _STEP_SECONDS
+        for share, sizes in ((1.0, [hop.forward for hop in hops]), (2.5, [hop.backward for hop in hops])):
+            hidden = 0.0 if shape.documents is True else share * work * area / (len(hops) + 1)
+            found += sum(max(0.0, size / link.bandwidth + link.latency - hidden) for size in sizes)
+        slowest = max(slowest, found)
+    return total + slowest
 
 
 def _pairs(shard: Sequence[TokenRange], shape: AttentionShape) -> float:
@@ -272,6 +288,7 @@ def _pairs(shard: Sequence[TokenRange], shape: AttentionShape) -> float:
     return total
 
 
-def _gathered_bytes(shape: AttentionShape) -> float:
+def gathered_bytes(shape: AttentionShape) -> float:
+    """Bytes of all keys and values, and of their gradients as they are summed."""
     whole = 2 * shape.length * shape.batch * shape.kv_heads * shape.head_dim
     return whole * (shape.itemsize + summed(shape.itemsize))

@@ -1,11 +1,14 @@
 """The formulas of the docstring against the exact count, the choice, and the planner that asks the same."""
 
+import random
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from parallel_ops.context_parallel import cost
+from parallel_ops.context_parallel import cost, placement, selection, token_ranges
 from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
 from parallel_ops.planner import Plan, communication, presets
 
@@ -61,25 +64,79 @@ def test_the_length_that_hides_the_transfer(causal, itemsize):
 
 
 def test_the_choice_and_its_reason():
-    long, why = cost.select(changed(length=8 * 32768), NVLINK)
+    long, why, _ = selection.select(changed(length=8 * 32768), NVLINK)
     assert long == Algorithm(1, False) and why.startswith("ring: fastest") and "all_to_all" in why and "MiB sent" in why
     # Where the ring cannot hide, heads change hands, if there are enough.
-    assert cost.select(changed(length=8 * 1024), NETWORK).algorithm.ulysses_degree > 1
-    assert cost.select(changed(length=8 * 1024, heads=8, kv_heads=1, documents=True), NETWORK).algorithm == Algorithm(
-        1, True
-    )
+    assert selection.select(changed(length=8 * 1024), NETWORK).algorithm.ulysses_degree > 1
+    assert selection.select(
+        changed(length=8 * 1024, heads=8, kv_heads=1, documents=True), NETWORK
+    ).algorithm == Algorithm(1, True)
     # Nothing is known of a CPU: the fewest bytes.
     for shape in (LLAMA, changed(kv_heads=32), changed(kv_heads=1)):
-        chosen = cost.select(shape, None).algorithm
+        chosen = selection.select(shape, None).algorithm
         most = {way: max(sum(s) for s in cost.sent(shape, way)) for way in cost.algorithms(shape)}
         assert most[chosen] == min(most.values())
     assert cost.algorithms(changed(kv_heads=6)) == [Algorithm(1, False), Algorithm(1, True), Algorithm(2, False)]
 
 
+def mixed(length, seed):
+    """Lengths of documents, one of them long, that make up a sequence."""
+    rng = random.Random(seed)
+    found = [length // rng.choice([2, 4, 50])]
+    while sum(found) < length:
+        found.append(min(rng.randrange(length // 20), length - sum(found)))
+    rng.shuffle(found)
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (True, (9, 0)), (False, (-1, -1))])
+@pytest.mark.parametrize("u", [1, 2])
+def test_documents_are_counted_pair_by_pair(u, causal, window):
+    for seed, length in enumerate((61, 160) if u == 1 else (64, 160)):
+        documents = mixed(length, seed)
+        own = np.repeat(np.arange(len(documents)), documents)
+        q, k = np.arange(length)[:, None], np.arange(length)[None]
+        mask = own[:, None] == own[None]
+        mask &= (k <= q) if causal else True
+        mask &= (q - k <= window[0]) if window[0] >= 0 else True
+        ranges = np.stack([mask.argmax(1), length - 1 - mask[:, ::-1].argmax(1)])
+        for layout in ("zigzag", "contiguous", "striped", placement.balanced([ranges], 4)):
+            shape = changed(length=length, ranks=4, cp_layout=layout, causal=causal, window_size=window)
+            areas, rows = cost.counts(replace(shape, documents=documents), u)
+            step = 1 if layout == "striped" else u
+            shards = [token_ranges.shard_ranges(layout, length, 4, i * step, u) for i in range(4 // u)]
+            places = [[t for part in one for t in range(part.start, part.last + 1, part.step)] for one in shards]
+            assert areas == [mask[own].sum() for own in places]
+            for i, source in enumerate(places):
+                for j, target in enumerate(places):
+                    seen = mask[np.ix_(target, source)].any(0).sum()
+                    assert rows[i][j] == (0 if i == j else len(source) if layout == "striped" else seen)
+    with pytest.raises(ValueError, match="documents must be lengths of 61 tokens in all, got 60"):
+        changed(length=61, documents=(30, 30))
+
+
+def test_the_layout_of_documents():
+    """One sequence takes zigzag, which sends least where areas are even; documents what balances and sends least."""
+    whole, short, long = (65536,), (*(500,) * 131, 36), (32768, *(512,) * 64)
+    for link in (None, NETWORK):
+        for documents, expected in ((whole, "zigzag"), (short, "contiguous"), (long, "balanced")):
+            ranges = cost.ranges_of(documents, None, 0)
+            layouts = ("zigzag", "contiguous", placement.balanced([ranges], 8))
+            kinds = [(3, changed(documents=documents, kv_heads=1)), (1, changed(documents=documents, kv_heads=1))]
+            found = selection.select_layout(kinds, layouts, link)
+            name = found.cp_layout if found.cp_layout in layouts[:2] else "balanced"
+            assert name == expected and found.reason.startswith(f"{expected} "), found.reason
+            assert found == selection.select_layout(kinds, layouts, link)
+    # Of documents that end where shards do nothing is sent, so nothing beats a ring.
+    alone = changed(documents=(512,) * 128, cp_layout="contiguous")
+    assert max(map(sum, cost.sent(alone, Algorithm(1, False)))) == 0
+    assert selection.select(alone, NETWORK).algorithm == Algorithm(1, False)
+
+
 def test_gathering_more_than_memory_has_is_not_chosen():
     few = {"heads": 8, "kv_heads": 1, "documents": True}
-    assert cost.select(changed(length=8 * 1024, **few), NETWORK).algorithm.all_gather
-    assert not cost.select(changed(length=2**24, **few), NETWORK).algorithm.all_gather
+    assert selection.select(changed(length=8 * 1024, **few), NETWORK).algorithm.all_gather
+    assert not selection.select(changed(length=2**24, **few), NETWORK).algorithm.all_gather
 
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
