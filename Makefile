@@ -18,6 +18,9 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile
 # The oldest Triton that the kernels are for; constraints.txt pins the newest.
 OLDEST_TRITON := 3.6.0
 
+# Its source is read, not imported: the stand-in of the tests is compared with it.
+FLASH_ATTN_4 := 4.0.0b36
+
 # The Megatron-cores beside the one of constraints.txt. They ask for Python 3.12, and their Python runs on 3.11 too.
 MEGATRONS := 0.17.1 0.18.2 0.19.2
 
@@ -47,6 +50,7 @@ $(VENV)/.commands: $(VENV)/.torch
 
 $(VENV)/.requirements: $(VENV)/.commands
 	$(PIP) --requirement constraints.txt
+	$(PIP) --no-deps --upgrade --target $(VENV)/flash-attn-4 flash-attn-4==$(FLASH_ATTN_4)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)

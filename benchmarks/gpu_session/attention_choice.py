@@ -26,7 +26,7 @@ CALLS: tuple[tuple[int, int, int, int, dict[str, Any]], ...] = (
     (8, 1, 1024, 128, {"cu_seqlens": (0, 100, 100, 700, 1024)}),
     (4, 2, 512, 128, {"sink": True}),
 )
-BACKENDS = ("auto", "triton", "cudnn", "flash")
+BACKENDS = ("auto", "triton", "cudnn", "flash", "fa4")
 
 
 class Choices(logging.Handler):

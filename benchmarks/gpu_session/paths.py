@@ -115,6 +115,17 @@ PATHS: tuple[GpuPath, ...] = (
         "torch (FlashAttention-2)", proofs=("attention backends",), evidence="schemas compared with torch's",
     ),
     GpuPath(
+        "attention", '`backend="fa4"`',
+        "`flash_attention` with flash-attn-4 installed, for the calls of `ops/attention/allow_list.py`", True,
+        "flash-attn-4", proofs=("attention backends",),
+        evidence="a stand-in whose parameters are compared with its source; the list's published measurements",
+    ),
+    GpuPath(
+        "attention", '`backend="flash"` with windows or documents',
+        "`flash_attention` on an A100, for the calls of `ops/attention/allow_list.py`", True,
+        "torch (FlashAttention-2)", evidence="schemas compared with torch's; the list's published measurement",
+    ),
+    GpuPath(
         "attention", '`backend="triton"`',
         "`flash_attention` with windows, documents, soft caps, dropout, fp32, or in deterministic mode", True,
         ops=("flash_attention", "flash_attention_backward"), proofs=("attention backends",), recorded=_ATTENTION,

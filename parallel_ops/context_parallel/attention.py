@@ -43,7 +43,7 @@ from parallel_ops.context_parallel.schedule.ulysses import (
 )
 from parallel_ops.context_parallel.token_ranges import count_tokens, lengths, shard_ranges
 from parallel_ops.ops.attention.backends import check_backend
-from parallel_ops.ops.attention.flash_attention import flash_attention, flash_attention_reference
+from parallel_ops.ops.attention.flash_attention import flash_attention
 from parallel_ops.ops.attention.flops import attention_flops
 from parallel_ops.ops.attention.options import (
     AttentionArguments,
@@ -53,6 +53,7 @@ from parallel_ops.ops.attention.options import (
     attention_options,
     check_tensors,
 )
+from parallel_ops.ops.attention.reference import flash_attention_reference
 
 # Arguments of the registered op after q, k and v.
 _OPTIONS, _PLACEMENT = len(AttentionOptions._fields), len(Placement._fields)

@@ -10,7 +10,7 @@ from parallel_ops.ops.activations.gated import gelu_mul_reference as gelu_mul_re
 from parallel_ops.ops.activations.gated import silu_mul as silu_mul
 from parallel_ops.ops.activations.gated import silu_mul_reference as silu_mul_reference
 from parallel_ops.ops.attention.flash_attention import flash_attention as flash_attention
-from parallel_ops.ops.attention.flash_attention import flash_attention_reference as flash_attention_reference
+from parallel_ops.ops.attention.reference import flash_attention_reference as flash_attention_reference
 from parallel_ops.ops.bias_dropout_add import bias_dropout_add as bias_dropout_add
 from parallel_ops.ops.bias_dropout_add import bias_dropout_add_reference as bias_dropout_add_reference
 from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy as cross_entropy

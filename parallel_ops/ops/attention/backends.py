@@ -1,4 +1,4 @@
-"""Which kernels compute a call of attention: this package's or torch's.
+"""Which kernels compute a call of attention: this package's, torch's or flash-attn-4's.
 
     backend    what it is                                  calls that it takes
     triton     this package's kernels on CUDA              all
@@ -8,18 +8,23 @@
                its place. On CPUs torch's own              a batch of 1. On CPUs any dtype, full or causal
     cudnn      cuDNN's attention, as torch calls it        float16 and bfloat16; d and d_v multiples of 8, at most 128;
                                                            full and, with sq = sk, causal
+    fa4        flash-attn-4, if it is installed            float16 and bfloat16; compute capability 9.0 or later; heads
+               (``fa4.py``)                                as ``refusals.py`` says; any window, a soft cap; documents
+                                                           of a batch of 1
 
-None of torch's takes a soft cap or this package's dropout, whose mask does not depend on how the call is sharded. A
-sink is added to the result of any.
+Others take neither this package's dropout, whose mask does not depend on how the call is sharded, nor ``key_ranges``,
+and torch's no soft cap. A sink is added to the result of any.
 
-``auto`` is torch's own choice for its ``scaled_dot_product_attention`` where that is one of the two, and else this
-package's kernels. So it follows ``torch.nn.attention.sdpa_kernel`` too. FlashAttention-2 itself is not taken on GPUs of
-compute capability 9.x, where the Triton kernels are faster forward and as fast backward (316 and 455, 284 and 284
-TFLOP/s on an H100 at 1 x 8192 x 32 x 8 x 128, docs/performance.md), and nowhere for windows and documents. On CPUs
+``auto`` takes the first row of ``allow_list.py`` that a call fits. Else it is torch's own choice for its
+``scaled_dot_product_attention`` where that is flash or cuDNN, and else this package's kernels. It follows
+``torch.nn.attention.sdpa_kernel``: a caller who forbids flash attention gets neither torch's nor flash-attn-4's.
+FlashAttention-2 itself is not taken on GPUs of compute capability 9.x, where the Triton kernels are faster forward and
+as fast backward (316 and 455, 284 and 284 TFLOP/s on an H100 at 1 x 8192 x 32 x 8 x 128, docs/performance.md). On CPUs
 ``auto`` is this package's kernels.
 
 torch's backwards add to dq by atomics, in another order on each run. With ``torch.use_deterministic_algorithms(True)``
-``auto`` is therefore this package's kernels alone, which give the same bits on every run.
+``auto`` is therefore this package's kernels, which give the same bits on every run, or flash-attn-4's deterministic
+backward where a row says so.
 
 With the logger ``parallel_ops.attention`` at level DEBUG each choice is logged.
 """
@@ -28,17 +33,18 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from parallel_ops.ops.attention import fa4
+from parallel_ops.ops.attention.allow_list import CAUSAL, DOCUMENTS, FULL, WINDOW, allowed
 from parallel_ops.ops.attention.options import BACKENDS, AttentionOptions
+from parallel_ops.ops.attention.refusals import Call, refusal
 
 logger = logging.getLogger("parallel_ops.attention")
 
-_HALF = (torch.float16, torch.bfloat16)
 _OF_TORCH = {int(SDPBackend.FLASH_ATTENTION.value): "flash", int(SDPBackend.CUDNN_ATTENTION.value): "cudnn"}
 
 
@@ -52,91 +58,28 @@ _enabled: tuple[Callable[[], bool], ...] = (
 )  # fmt: skip
 
 
-class Call(NamedTuple):
-    """Properties of a call that decide which kernels can compute it.
+def listed(call: Call, *, deterministic: bool, flash: bool) -> str | None:
+    """The backend that the allow-list gives the call.
 
-    Attributes:
-        device: type of the device. capability: 90 for compute capability 9.0; 0 on CPUs.
-        ranges: ``key_ranges``, which also stand for documents within them.
-        shifted: queries and keys whose first tokens are not at the same place, under a causal mask.
-        aligned: memory and strides of heads are multiples of 16 bytes, as torch's kernels read them.
+    Args:
+        deterministic: whether every run must give the same bits.
+        flash: whether the caller lets torch take flash attention.
     """
-
-    device: str
-    capability: int
-    dtype: torch.dtype
-    batch: int
-    d: int
-    d_v: int
-    causal: bool
-    shifted: bool = False
-    window: bool = False
-    documents: bool = False
-    ranges: bool = False
-    softcap: bool = False
-    dropout: bool = False
-    positive_scale: bool = True
-    empty: bool = False
-    aligned: bool = True
-
-
-def refusal(backend: str, call: Call) -> str | None:
-    """Why ``backend`` cannot do the call; ``None`` if it can."""
-    on_cpu = call.device == "cpu"
-    if backend == "triton":
-        return "q is on a CPU" if on_cpu else None
-    for has, what in (
-        (call.softcap, "a soft cap"),
-        (call.dropout, "dropout, whose mask is this package's"),
-        (call.causal and call.shifted, "causal attention with sq different from sk"),
-        (not call.causal and call.window, "a window that is not causal"),
-        (call.ranges, "key_ranges"),
-        (not call.positive_scale, "a scale of 0 or less"),
-        (call.empty, "empty tensors"),
-    ):
-        if has:
-            return f"it does not take {what}"
-    if backend == "cudnn":
-        return _cudnn_refusal(call, on_cpu)
-    return _flash_refusal(call, on_cpu)
-
-
-def _cudnn_refusal(call: Call, on_cpu: bool) -> str | None:
-    if on_cpu or call.capability < 80:
-        return "it needs a GPU of compute capability 8.0 or later"
-    if call.window or call.documents:
-        return f"it does not take {'windows' if call.window else 'cu_seqlens'}"
-    return _halves_refusal(call) or _width_refusal(call, 128)
-
-
-def _flash_refusal(call: Call, on_cpu: bool) -> str | None:
-    if call.d != call.d_v:
-        return f"it takes values as wide as keys, got {call.d_v} and {call.d}"
-    if on_cpu:
-        return "on CPUs it takes neither windows nor cu_seqlens" if call.window or call.documents else None
-    if call.capability < 80:
-        return "it needs a GPU of compute capability 8.0 or later"
-    if call.documents and call.batch != 1:
-        return f"it takes cu_seqlens with a batch of 1, got {call.batch}"
-    # FlashAttention-2's backward of wider heads needs more shared memory than other GPUs have.
-    roomy = call.capability == 80 or call.capability // 10 in (9, 10)
-    return _halves_refusal(call) or _width_refusal(call, 256 if roomy else 128)
-
-
-def _halves_refusal(call: Call) -> str | None:
-    if call.dtype not in _HALF:
-        return f"it takes float16 and bfloat16, got {call.dtype}"
-    return None if call.aligned else "tensors and their strides must be multiples of 16 bytes"
-
-
-def _width_refusal(call: Call, most: int) -> str | None:
-    if call.d % 8 or call.d_v % 8 or max(call.d, call.d_v) > most:
-        return f"heads must have a multiple of 8 dimensions, at most {most}, got {call.d} and {call.d_v}"
-    return None
+    if call.device != "cuda" or not flash or call.softcap:
+        return None
+    masks = {CAUSAL if call.causal else FULL} | {
+        mask for mask, has in ((WINDOW, call.window), (DOCUMENTS, call.documents)) if has
+    }
+    rows = allowed(
+        call.capability, (call.d, call.d_v), masks, deterministic=deterministic, version=fa4.installed()
+    )  # fmt: skip
+    narrowed = call.window or call.documents  # else torch chooses between its own
+    fits = (b for b in rows if (b == "fa4" or narrowed) and refusal(b, call) is None)
+    return next(fits, None)
 
 
 def select(call: Call, preferred: str | None, *, deterministic: bool, replaced: bool) -> str:
-    """The backend of ``auto``.
+    """The backend of ``auto`` for a call that ``listed`` does not know.
 
     Args:
         preferred: "flash" or "cudnn" if torch takes it for this shape without window and documents.
@@ -173,9 +116,15 @@ def resolve(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor) -> str:
     call = describe(options, q, k, v, aligned=not q.is_cuda or _aligned(q, k, v))
     if backend == "auto":
         deterministic, replaced = torch.are_deterministic_algorithms_enabled(), _replaced()
-        asked = not deterministic and _may_be_torchs(call) and (replaced or not (call.window or call.documents))
+        first = listed(call, deterministic=deterministic, flash=torch._C._get_flash_sdp_enabled())
+        asked = (
+            first is None
+            and not deterministic
+            and _may_be_torchs(call)
+            and (replaced or not (call.window or call.documents))
+        )
         preferred = _preferred(q, k, v, options) if asked else None
-        chosen = select(call, preferred, deterministic=deterministic, replaced=replaced)
+        chosen = first or select(call, preferred, deterministic=deterministic, replaced=replaced)
     else:
         chosen = "triton" if refusal(backend, call) else backend
     if log:
@@ -205,8 +154,10 @@ def check_backend(op: str, options: AttentionOptions, q: Tensor, k: Tensor, v: T
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     # Calls without elements are left to this package's kernels.
-    why = refusal(backend, describe(options, q, k, v)._replace(empty=False))
-    if why is None and backend == "cudnn" and torch.are_deterministic_algorithms_enabled():
+    call = describe(options, q, k, v)
+    why = refusal(backend, call._replace(empty=False))
+    varies = backend == "cudnn" or (backend == "fa4" and call.capability // 10 == 12)
+    if why is None and varies and torch.are_deterministic_algorithms_enabled():
         why = "its backward is not deterministic, which torch.use_deterministic_algorithms asks for"
     if why is not None:
         raise ValueError(f"{op}: backend={backend!r} cannot do this call: {why}; use 'auto'")

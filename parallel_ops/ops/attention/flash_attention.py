@@ -11,8 +11,8 @@ out, and the maximum M and the sum Z of each row's exponentials, 8 bytes a row a
 Source: FlashAttention (Dao, arXiv:2307.08691); soft cap as in Gemma 2 (arXiv:2408.00118), sink as in gpt-oss.
 """
 
-import functools
-from typing import Any
+import math
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,22 +20,18 @@ from typing_extensions import Unpack
 
 from parallel_ops._internal.dispatch.registration import cast_first, register
 from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
-from parallel_ops._internal.philox import kept_scale
 from parallel_ops._internal.tensor_format import TensorFormat, from_sbhd, to_sbhd
-from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention import torch_kernels
 from parallel_ops.ops.attention.backends import check_backend, resolve
 from parallel_ops.ops.attention.block import (
-    Dropout,
     attention_backward,
     attention_gradient_rows,
     attention_sink_gradient,
     begin_carry,
     block_attention,
-    dropout_keep_mask,
     merge_block,
 )
-from parallel_ops.ops.attention.flops import attention_flops
+from parallel_ops.ops.attention.flops import flops, flops_of_backward
 from parallel_ops.ops.attention.options import (
     AttentionArguments,
     AttentionOptions,
@@ -44,10 +40,23 @@ from parallel_ops.ops.attention.options import (
     attention_options,
     check_tensors,
 )
-from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, dense_mask
-from parallel_ops.ops.softmaxes.shared import visible_softmax
+from parallel_ops.ops.attention.reference import dropout_of, logits_of, mask_of, reference
 
 NAME = "flash_attention"
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, tensor_format: TensorFormat = ..., return_max_logit: Literal[False] = ...,
+    **arguments: Unpack[AttentionArguments],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, tensor_format: TensorFormat = ..., return_max_logit: Literal[True],
+    **arguments: Unpack[AttentionArguments],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def flash_attention(
@@ -67,7 +76,8 @@ def flash_attention(
     first_head: int = 0,
     tensor_format: TensorFormat = "sbhd",
     backend: BackendName = "auto",
-) -> Tensor:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * q k^T) v`` over the keys visible to each query, without scores in memory.
 
     Args:
@@ -102,25 +112,33 @@ def flash_attention(
         first_head: the index of the first of these heads among those of all ranks, for dropout.
         tensor_format: order of the dimensions of q, k, v and the result: ``"sbhd"``, ``"bshd"`` (FlashAttention's) or
             ``"bhsd"`` (SDPA's). Nothing is copied.
-        backend: whose kernels compute the call, forward and backward. ``"auto"``: on CUDA torch's (``"cudnn"``,
-            ``"flash"``) where torch's ``scaled_dot_product_attention`` would take one of them and it can do the call,
-            else this package's (``"triton"``); on CPUs this package's. The others by name:
+        backend: whose kernels compute the call, forward and backward. ``"auto"``: on CUDA flash-attn-4's
+            (``"fa4"``) or torch's where a published measurement speaks for it (``allow_list.py``), torch's
+            (``"cudnn"``, ``"flash"``) where its ``scaled_dot_product_attention`` would take one of them and it can do
+            the call, else this package's (``"triton"``); on CPUs this package's. The others by name:
 
             ==========  ==================================================================================
             triton      CUDA; everything
             cudnn       CUDA; 16 bits, d and d_v multiples of 8 up to 128; full, or causal with sq = sk
             flash       CUDA; 16 bits, d = d_v a multiple of 8 up to 256 (128 on some GPUs); full, or causal
                         with sq = sk, also with a window or, for b = 1, cu_seqlens. CPU; d = d_v; full or causal
+            fa4         CUDA, if flash-attn-4 is installed; 16 bits; any window, softcap; for b = 1 cu_seqlens;
+                        widths of heads by GPU, see ``refusals.py``
             ==========  ==================================================================================
 
-            A sink is joined to any. torch's take neither softcap nor dropout, and their gradients of q differ in the
-            last bits from run to run. Under ``torch.use_deterministic_algorithms(True)`` ``"auto"`` is ``"triton"``,
-            with the same bits on every run. Memory that is not aligned to 16 bytes goes to this package's kernels.
+            A sink is joined to any; dropout and ``key_ranges`` are this package's alone. torch's gradients of q differ
+            in the last bits from run to run. Under ``torch.use_deterministic_algorithms(True)`` ``"auto"`` is
+            ``"triton"``, or ``"fa4"`` where its deterministic backward is known, with the same bits on every run.
+            Memory that is not aligned to 16 bytes goes to this package's kernels.
+        return_max_logit: also return the largest logit of each head, as QK-clip reads it (Kimi K2, arXiv:2507.20534,
+            section 2.1). Where the call's kernels do not keep it, and with a sink, this package's compute it apart.
 
     Returns:
         ``[sq, b, heads, d_v]``, contiguous, in the dtype of ``q`` (under autocast, in its dtype); in another
         ``tensor_format`` a view of this. Arithmetic in fp32 (fp64 for fp64). The result of a query that sees no key is
-        0, and so are its gradient and that of a key that no query sees.
+        0, and so are its gradient and that of a key that no query sees. With ``return_max_logit`` a pair: the result,
+        and fp32 (fp64 for fp64) ``[heads]`` without a gradient, the maximum over batch, queries and the keys that they
+        see of the logits after ``softmax_scale`` and ``softcap``, without the sink; -inf if there are none.
 
     Raises:
         TypeError: unsupported or different dtypes, an option of a wrong type.
@@ -150,54 +168,25 @@ def flash_attention(
     )  # fmt: skip
     check_backend(NAME, options, q, k, v)
     if q.dtype is torch.float64 and q.is_cuda:  # there is no Triton kernel for fp64
-        return from_sbhd(_reference(q, k, v, options).contiguous(), tensor_format)
-    return from_sbhd(_forward(q, k, v, *options)[0], tensor_format)
+        out, statistics = reference(q, k, v, options).contiguous(), None
+    else:
+        out, statistics = _forward(q, k, v, *options)
+    out = from_sbhd(out, tensor_format)
+    return (out, _max_logit(q, k, v, options, statistics)) if return_max_logit else out
 
 
-def flash_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, tensor_format: TensorFormat = "sbhd", **arguments: Unpack[AttentionArguments]
-) -> Tensor:
-    """The same in plain PyTorch, all scores in memory, whatever the backend."""
-    q, k, v = (to_sbhd(t, tensor_format) for t in (q, k, v))
-    return from_sbhd(_reference(q, k, v, attention_options(NAME, q, k, v, **arguments)), tensor_format)
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    (sq, b, heads, _), sk = q.shape, k.shape[0]
-    k, v = (t.repeat_interleave(heads // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in (k, v))
-    scores = q.permute(1, 2, 0, 3) @ k.transpose(2, 3) * options.softmax_scale
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    mask = _mask(sq, sk, options)
-    nothing = torch.ones(sq, sk, dtype=torch.bool, device=q.device)
-    weights = visible_softmax(scores, nothing if mask is None else ~dense_mask(mask, sq, sk, q.device), options.sink)
-    dropout = _dropout(sq, sk, options)
-    if dropout is not None:
-        keep = dropout_keep_mask(dropout, b, heads, sq, sk)
-        weights = torch.where(keep, weights * kept_scale(options.dropout_p), 0.0)
-    return (weights @ v).permute(2, 0, 1, 3)
-
-
-def _mask(sq: int, sk: int, options: AttentionOptions, from_keys: bool = False) -> MaskBounds | None:
-    if not options.packed:
-        return _bounds(sq, sk, options.left, options.right)
-    queries = TokenRange(sk - sq, sq)
-    return attention_bounds(
-        queries, TokenRange(0, sk), left=options.left, right=options.right, ranges=options.ranges(sq),
-        first_query=queries.start, from_keys=from_keys,
-    )  # fmt: skip
-
-
-@functools.lru_cache(1024)  # it takes the host as long as a launch
-def _bounds(sq: int, sk: int, left: int | None, right: int | None) -> MaskBounds | None:
-    return attention_bounds(TokenRange(sk - sq, sq), TokenRange(0, sk), left=left, right=right)
-
-
-def _dropout(sq: int, sk: int, options: AttentionOptions) -> Dropout | None:
-    if options.dropout_seed is None:
-        return None
-    queries, keys = TokenRange(max(sk - sq, 0), sq), TokenRange(0, sk)
-    return Dropout(options.dropout_p, options.dropout_seed, queries, keys, options.first_head)
+@torch.no_grad()
+def _max_logit(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, statistics: Tensor | None) -> Tensor:
+    """The largest logit of each head ``[heads]``; ``statistics``: those of the call."""
+    if statistics is None:
+        scores, visible = logits_of(q, k, options)
+        return scores.masked_fill(~visible, -math.inf).amax((0, 2, 3))
+    if options.sink is not None or resolve(options, q, k, v) != "triton":
+        # The sink, and others' kernels, leave no maximum. A few columns of v spare the second product.
+        ours = options._replace(sink=None, dropout_seed=None, dropout_p=0.0, backend="auto" if q.is_cpu else "triton")
+        statistics = _forward(q, k, v[..., :16], *ours)[1]
+    largest = statistics[0]
+    return largest.amax((0, 2)) if largest.numel() else largest.new_full(largest.shape[1:2], -math.inf)
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -230,7 +219,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
         begin_carry(carry, statistics, options.sink)
         merge_block(theirs, logsumexp, out=carry, statistics=statistics, merge=True)
         return carry.to(q.dtype), statistics
-    mask, dropout = _mask(q.shape[0], k.shape[0], options), _dropout(q.shape[0], k.shape[0], options)
+    mask, dropout = mask_of(q.shape[0], k.shape[0], options), dropout_of(q.shape[0], k.shape[0], options)
     merge = options.sink is not None or mask is None
     if merge:
         out = torch.empty_like(out, dtype=statistics.dtype)
@@ -256,13 +245,13 @@ def backward(
             dsink = attention_sink_gradient(options.sink, attention_gradient_rows(grad, out, statistics))
         return *(t.contiguous() for t in theirs), dsink
     dq, dk, dv, dsink = gradients = _gradients(grad, q, k, v, out, statistics, options.sink)
-    mask = _mask(q.shape[0], k.shape[0], options, from_keys=q.is_cuda)
+    mask = mask_of(q.shape[0], k.shape[0], options, from_keys=q.is_cuda)
     if mask is None:
         rows = attention_gradient_rows(grad, out, statistics)
         for gradient in (dq, dk, dv):
             gradient.zero_()
     else:
-        dropout = _dropout(q.shape[0], k.shape[0], options)
+        dropout = dropout_of(q.shape[0], k.shape[0], options)
         rows = attention_backward(
             grad, q, k, v, out, statistics, mask, options, dropout=dropout, dq=dq, dk=dk, dv=dv
         )  # fmt: skip
@@ -291,23 +280,12 @@ def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None if sink is None else dsink, *(None,) * (len(AttentionOptions._fields) - 1)
 
 
-def _flops(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, *_: Any) -> int:
-    return attention_flops(q.shape, k.shape[0], v.shape[3], cu_seqlens)
-
-
-def _flops_of_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None,
-    cu_seqlens: Tensor | None, *_: Any,
-) -> int:  # fmt: skip
-    return attention_flops(q.shape, k.shape[0], v.shape[3], cu_seqlens, backward=True)
-
-
 _backward = register(
     "flash_attention_backward",
     outputs=_gradients,
     cuda=backward,
     cpu=backward,
-    flops=_flops_of_backward,
+    flops=flops_of_backward,
 )
 _forward = register(
     NAME,
@@ -317,6 +295,6 @@ _forward = register(
     setup_context=setup_context,
     backward=_autograd,
     autocast=cast_first(3),
-    flops=_flops,
-    reference=lambda q, k, v, *arguments: _reference(q, k, v, AttentionOptions(*arguments)),
+    flops=flops,
+    reference=lambda q, k, v, *arguments: reference(q, k, v, AttentionOptions(*arguments)),
 )

@@ -5,6 +5,7 @@ SDPA's. Documents (``cu_seqlens``) are counted apart, as torch counts sequences 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,3 +29,14 @@ def attention_flops(
     if lengths is not None and not isinstance(lengths, FakeTensor) and keys:
         pairs = sum(n * n for n in lengths.tolist()) * s // keys
     return 2 * b * h * pairs * (3 * d + 2 * d_v if backward else d + d_v)
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, *_: Any) -> int:
+    return attention_flops(q.shape, k.shape[0], v.shape[3], cu_seqlens)
+
+
+def flops_of_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None,
+    cu_seqlens: Tensor | None, *_: Any,
+) -> int:  # fmt: skip
+    return attention_flops(q.shape, k.shape[0], v.shape[3], cu_seqlens, backward=True)

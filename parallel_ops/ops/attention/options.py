@@ -14,7 +14,7 @@ from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.ranges import document_ranges, intersect_ranges, range_error
 from parallel_ops.ops.softmaxes.shared import check_scale
 
-BackendName = Literal["auto", "triton", "cudnn", "flash"]
+BackendName = Literal["auto", "triton", "cudnn", "flash", "fa4"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 KeyRanges = Tensor | tuple[Tensor, Tensor]
 

@@ -1,4 +1,4 @@
-"""Attention by torch's kernels, in this package's layout and with the logsumexp of each query.
+"""Attention by torch's kernels and flash-attn-4's, in this package's layout and with the logsumexp of each query.
 
     L[i] = log sum_j exp(scale q[i] . k[j])        natural logarithm, over the keys j that i sees
 
@@ -13,6 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
+from parallel_ops.ops.attention import fa4
 from parallel_ops.ops.attention.options import AttentionOptions
 
 _aten = torch.ops.aten
@@ -22,9 +23,12 @@ def forward(backend: str, options: AttentionOptions, q: Tensor, k: Tensor, v: Te
     """The attention ``[sq, b, heads, d_v]`` in the dtype of ``q``, and L ``[b, heads, sq]`` in fp32 (fp64 for fp64).
 
     Args:
-        backend: ``"flash"`` or ``"cudnn"``. options: causal or full, with a window or documents where it takes them.
+        backend: ``"fa4"``, ``"flash"`` or ``"cudnn"``. options: causal or full, with a window or documents where it
+            takes them.
         q: ``[sq, b, heads, d]``; k: ``[sk, b, kv_heads, d]``; v: ``[sk, b, kv_heads, d_v]``.
     """
+    if backend == "fa4":
+        return fa4.forward(options, q, k, v)
     if backend == "cudnn" or q.is_cpu:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         if q.is_cpu:
@@ -52,6 +56,8 @@ def backward(
         out, lse: the final ones of these queries, of all keys and the sink; ``out`` in the dtype of ``q``.
     """
     lse = lse.contiguous()
+    if backend == "fa4":
+        return fa4.backward(options, grad, q, k, v, out, lse)
     if backend == "cudnn" or q.is_cpu:
         grad, q, k, v, out = (t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out))
         if q.is_cpu:

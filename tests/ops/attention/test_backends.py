@@ -102,7 +102,7 @@ def test_no_backend_is_chosen_that_refuses(data):
 def test_bad_backends_are_named():
     q = torch.ones(4, 1, 2, 8)
     for options, named in (
-        ({"backend": "fa2"}, "auto, triton, cudnn, flash, got 'fa2'"),
+        ({"backend": "fa2"}, "auto, triton, cudnn, flash, fa4, got 'fa2'"),
         ({"backend": "triton"}, "backend='triton' cannot do this call: q is on a CPU"),
         ({"backend": "cudnn"}, "needs a GPU"),
         ({"backend": "flash", "window_size": (1, 0)}, "neither windows nor cu_seqlens"),
