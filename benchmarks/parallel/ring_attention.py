@@ -143,7 +143,7 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     s = SequenceLayout(size * shape.tokens, size, shape.layout).lengths[rank]
     q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
     grad = torch.randn_like(q)
-    ring = placement.ring(*call[1:], shape.heads)
+    ring = placement.ring(*call[1:], shape.heads, device)
     kv = pack_keys(k, v)
     shares = torch.zeros(kv.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
 

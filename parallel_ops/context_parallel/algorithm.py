@@ -12,14 +12,14 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops.comm.device_rates import rates_of
 from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
+from parallel_ops.context_parallel.layouts import Layout
 from parallel_ops.context_parallel.selection import Selection, select
-from parallel_ops.context_parallel.token_ranges import LAYOUTS, count_tokens, shard_ranges
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths
 from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
 
 NAME = "ring_attention"
 
-Layout = Literal["zigzag", "striped", "contiguous"]
 AlgorithmName = Literal["auto", "ring", "all_to_all", "hybrid", "all_gather"]
 # The share of the rate of large GEMMs that attention kernels reach, assumed.
 _GEMM_SHARE = 0.75
@@ -55,8 +55,9 @@ def check_placement(
     ulysses_degree: int | None,
 ) -> None:  # fmt: skip
     """Raises for arguments that are wrong on this rank alone; also in a group of one rank."""
-    if cp_layout not in LAYOUTS:
-        raise ValueError(f"{NAME}: cp_layout must be one of {', '.join(LAYOUTS)}, got {cp_layout!r}")
+    kind = layout_name(cp_layout)
+    if kind not in (*LAYOUTS, "balanced"):
+        raise ValueError(f"{NAME}: cp_layout must be one of {', '.join(LAYOUTS)}, balanced, got {cp_layout!r}")
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if ulysses_degree is not None:
@@ -73,10 +74,10 @@ def check_placement(
     if length < 0:
         raise ValueError(f"{NAME}: length must not be negative, got {length}")
     size, rank = group_size(group), group_rank(group)
-    own = count_tokens(shard_ranges(cp_layout, length, size, rank))
+    own = lengths(cp_layout, length, size)[rank]
     if q.shape[0] != own:
         raise ValueError(
-            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {cp_layout} layout, but q has "
+            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {kind} layout, but q has "
             f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
         )
 
@@ -95,7 +96,8 @@ def _shape(
         kv_heads=k.shape[2],
         head_dim=head_dim,
         itemsize=q.element_size(),
-        cp_layout=cp_layout,
+        # Where ranges are not counted, a balanced layout stands for itself by the one of a single causal sequence.
+        cp_layout=cp_layout if documents is not True or cp_layout in LAYOUTS else "zigzag",
         causal=causal,
         window_size=window_size,
         documents=documents,

@@ -15,7 +15,6 @@ arXiv:2405.07719 (hybrid); Dubey et al., arXiv:2407.21783 (all-gather);
 zigzag: github.com/zhuzilin/ring-flash-attention.
 """
 
-import zlib
 from typing import Any
 
 import torch
@@ -29,19 +28,18 @@ from parallel_ops._internal.distributed.groups import group_name, group_rank, gr
 from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
 from parallel_ops._internal.tensor_format import TensorFormat, from_sbhd, to_sbhd
 from parallel_ops.comm.collectives import all_gather
-from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
-from parallel_ops.comm.transport.exchange import in_flight
+from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors
 from parallel_ops.comm.transport.registry import transport_of
-from parallel_ops.context_parallel.algorithm import NAME, AlgorithmName, Layout, check_placement, select_algorithm
-from parallel_ops.context_parallel.cost import Algorithm
-from parallel_ops.context_parallel.layouts import SequenceLayout
+from parallel_ops.context_parallel.algorithm import NAME, AlgorithmName, check_placement, select_algorithm
+from parallel_ops.context_parallel.calls import balanced_for, check_calls, named_layout
+from parallel_ops.context_parallel.layouts import Layout, SequenceLayout
 from parallel_ops.context_parallel.schedule.ulysses import (
     Placement,
     attention_backward,
     attention_forward,
     tensors_of,
 )
-from parallel_ops.context_parallel.token_ranges import count_tokens, lengths, shard_ranges
+from parallel_ops.context_parallel.token_ranges import count_tokens, shard_ranges
 from parallel_ops.ops.attention.backends import check_backend
 from parallel_ops.ops.attention.flash_attention import flash_attention
 from parallel_ops.ops.attention.flops import attention_flops
@@ -65,7 +63,7 @@ def ring_attention(
     v: Tensor,
     *,
     group: ProcessGroup | None,
-    cp_layout: Layout = "zigzag",
+    cp_layout: Layout | SequenceLayout = "zigzag",
     algorithm: AlgorithmName = "auto",
     causal: bool | None = None,
     softmax_scale: float | None = None,
@@ -93,8 +91,9 @@ def ring_attention(
         k, v: ``[s, b, kv_heads, d]`` and ``[s, b, kv_heads, d_v]``, the same tokens; ``kv_heads`` divides ``heads``.
             They are sent as they are, not repeated for each query head.
         group: the ranks that share the sequence; ``None``, or one rank, is ``flash_attention``.
-        cp_layout: which tokens a rank has: ``"zigzag"``, ``"striped"`` or ``"contiguous"``; see ``SequenceLayout``,
-            which splits and joins them.
+        cp_layout: which tokens a rank has: ``"zigzag"``, ``"striped"``, ``"contiguous"``, or ``"balanced"`` by the
+            area of this mask; see ``SequenceLayout``, which splits and joins them. A ``SequenceLayout`` for one that
+            several masks share.
         algorithm: ``"ring"``; ``"all_to_all"``, which needs kv heads that are a multiple or a divisor of the ranks, and
             with fewer kv heads than ranks continues with a ring; ``"hybrid"``: all-to-all in groups of
             ``ulysses_degree`` ranks, a ring across them; ``"all_gather"``; ``"auto"``: the fastest of them, which
@@ -139,6 +138,7 @@ def ring_attention(
         torch.Size([128, 2, 8, 32])
     """
     name = group_name(NAME, group)
+    layout, length = named_layout(cp_layout, length, group)
     arguments: AttentionArguments = {
         "causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "sink": sink, "softcap": softcap,
         "dropout_p": dropout_p, "dropout_seed": dropout_seed, "cu_seqlens": cu_seqlens, "key_ranges": key_ranges,
@@ -146,7 +146,7 @@ def ring_attention(
     }  # fmt: skip
     if group is None or name is None:
         check_tensors(NAME, q, k, v, tensor_format)
-        check_placement(to_sbhd(q, tensor_format), group, cp_layout, algorithm, length, ulysses_degree)
+        check_placement(to_sbhd(q, tensor_format), group, layout, algorithm, length, ulysses_degree)
         return flash_attention(q, k, v, tensor_format=tensor_format, **arguments)
     with propagate_errors(NAME, group, q, checked=True):
         check_tensor(NAME, q, group)
@@ -156,16 +156,18 @@ def ring_attention(
             raise ValueError(f"{NAME}: k must have the {q.shape[0]} tokens of q, got {k.shape[0]}")
         if q.is_cuda and q.dtype is torch.float64:
             raise TypeError(f"{NAME}: q must be float32, float16 or bfloat16 on a GPU, got {q.dtype}")
-        check_placement(q, group, cp_layout, algorithm, length, ulysses_degree)
+        check_placement(q, group, layout, algorithm, length, ulysses_degree)
         whole = q.shape[0] * group.size() if length is None else length
         options = attention_options(NAME, q, k, v, length=whole, **arguments)
         check_backend(NAME, options, q, k, v)
-        selected = select_algorithm(q, k, group, cp_layout, algorithm, options, length, ulysses_degree)
+        if layout == "balanced":
+            layout = balanced_for(options, whole, group.size())
+        selected = select_algorithm(q, k, group, layout, algorithm, options, length, ulysses_degree)
     head_tokens = selected.ulysses_degree * q.shape[0]
     if length is not None and selected.ulysses_degree > 1:
-        head_tokens = count_tokens(shard_ranges(cp_layout, length, group.size(), group.rank(), selected.ulysses_degree))
+        head_tokens = count_tokens(shard_ranges(layout, length, group.size(), group.rank(), selected.ulysses_degree))
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
-    out, *_ = _op(q, k, v, *options, *Placement(name, whole, cp_layout, *selected), head_tokens, gradients)
+    out, *_ = _op(q, k, v, *options, *Placement(name, whole, layout, *selected), head_tokens, gradients)
     return from_sbhd(out, tensor_format)
 
 
@@ -175,71 +177,28 @@ def ring_attention_reference(
     v: Tensor,
     *,
     group: ProcessGroup | None,
-    cp_layout: Layout = "zigzag",
+    cp_layout: Layout | SequenceLayout = "zigzag",
     length: int | None = None,
     tensor_format: TensorFormat = "sbhd",
     **arguments: Unpack[AttentionArguments],
 ) -> Tensor:
     """The same in plain PyTorch: gathers everything, keeps all scores in memory, and has second derivatives."""
     size = group_size(group)
+    layout, length = named_layout(cp_layout, length, group)
     q, k, v = (to_sbhd(t, tensor_format) for t in (q, k, v))
-    whole = SequenceLayout(q.shape[0] * size if length is None else length, size, cp_layout)
+    length = q.shape[0] * size if length is None else length
+    if layout == "balanced":
+        layout = balanced_for(attention_options(NAME, q, k, v, length=length, **arguments), length, size)
+    whole = SequenceLayout(length, size, layout)
     q, k, v = (whole.join(all_gather(t, group, sizes=whole.lengths).split(list(whole.lengths))) for t in (q, k, v))
     out = flash_attention_reference(q, k, v, **arguments)
     return from_sbhd(whole.shard(out, group_rank(group)), tensor_format)
 
 
-def _check_calls(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, placement: Placement, gradients: bool
-) -> None:
-    """Raises on all ranks unless all make the same call."""
-    group = resolve_group(placement.group)
-    transport, size = transport_of(group, q.device), group.size()
-    # Only on a CPU can values be read without waiting for a device.
-    cu_seqlens, ranges, seed = (
-        None if t is None or t.is_cuda else t for t in (options.cu_seqlens, options.key_ranges, options.dropout_seed)
-    )
-    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    digest = None if ranges is None else zlib.crc32(ranges.numpy().tobytes())
-    drawn = None if seed is None else seed.item()
-    s, *rest = q.shape
-    tensors = [t is None for t in (options.sink, options.cu_seqlens, options.key_ranges)]
-    same = (*rest, k.shape[2], v.shape[3], *options[4:], *placement[1:], *tensors, gradients)  # no name of the group
-    of_values = "" if v.shape[3] == q.shape[3] else f" with values of {v.shape[3]}"
-    window = tuple(-1 if n is None else n for n in (options.left, options.right))
-    algorithm = Algorithm(placement.ulysses_degree, placement.all_gather).name(size)
-    # The message is cut off at a maximal length, so the arguments that differ most often come first.
-    text = (
-        f"{algorithm} in {placement.cp_layout} over {transport.capabilities.name}, "
-        f"q of {[s, *rest]} {q.dtype}, {k.shape[2]} kv heads{of_values}, length={placement.length}, "
-        f"causal={options.causal}, window_size={window}, requires_grad={gradients}, "
-        f"dropout_p={options.dropout_p:.4g}, dropout_seed={drawn}, documents={documents}, key_ranges={digest}, "
-        f"sink={options.sink is not None}, softcap={options.softcap:.4g}, softmax_scale={options.softmax_scale:.4g}, "
-        f"backend={options.backend}"
-    )
-    signature = (q.dtype, *same, documents, digest, drawn, transport.capabilities.name, in_flight(transport))
-    answer = check_consistency(group, CallSignature(NAME, signature, text, (s,)), q.device)
-    have = [s] if answer is None else [n for (n,) in answer]
-    want = lengths(placement.cp_layout, placement.length, size)
-    if answer is not None and have != list(want):
-        raise shared_error(
-            group,
-            f"{NAME}: the ranks have {have} tokens, but length={placement.length} in {placement.cp_layout} layout "
-            f"gives them {list(want)}",
-        )
-    if documents is not None and (
-        documents[0] != 0 or documents[-1] != placement.length or sorted(documents) != list(documents)
-    ):
-        raise shared_error(
-            group,
-            f"{NAME}: cu_seqlens must rise from 0 to {placement.length}, the tokens of all ranks, got {documents}",
-        )
-
-
 @communicates
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     options, placement = _split(arguments)
-    _check_calls(q, k, v, options, placement, arguments[-1])
+    check_calls(q, k, v, options, placement, arguments[-1])
     transport = transport_of(resolve_group(placement.group), q.device)
     return attention_forward(placement, transport, options, q, k, v)
 
@@ -251,7 +210,7 @@ def backward(
     options, placement = _split(arguments)
     group = resolve_group(placement.group)
     same = (grad.dtype, grad.shape[1:], *options[4:], *placement[1:], options.sink is None)
-    text = f"gradient of {list(grad.shape)} {grad.dtype} in {placement.cp_layout}, length={placement.length}"
+    text = f"gradient of {list(grad.shape)} {grad.dtype} in {placement.layout}, length={placement.length}"
     check_consistency(group, CallSignature(f"backward of {NAME}", same, text), grad.device)
     transport = transport_of(group, q.device)
     *gradients, dsink = attention_backward(placement, transport, options, grad, q, k, v, out, statistics)

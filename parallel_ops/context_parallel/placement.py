@@ -33,19 +33,19 @@ def balanced(masks: Sequence[Any], ranks: int, *, weights: Sequence[int] | None 
         weights: number of layers of each kind; ``None`` for one.
 
     Returns:
-        A layout, of which ``shard_ranges(layout, length, ranks, rank)`` are the tokens of a rank. Every rank has the
-        same number of chunks, the last rank the last chunk.
+        A layout, of which ``shard_ranges(layout, length, ranks, rank)`` are the tokens of a rank.
     """
     length = masks[0].shape[1]
     chunks = balanced_chunks(length, ranks)
-    edges = _edges(length, chunks)
-    total = np.zeros(chunks, np.int64)
+    areas = np.zeros(chunks, np.int64)
+    size = length // chunks
     for weight, mask in zip(weights or [1] * len(masks), masks, strict=True):
-        total += weight * _areas(mask, edges)
-    limit, best, owners = _GOOD * total.sum() / ranks, None, np.zeros(0, np.int64)
+        if size:
+            areas += weight * _counts(mask[:, : size * chunks]).reshape(chunks, size).sum(1, dtype=np.int64)
+    limit, best, owners = _GOOD * areas.sum() / ranks, None, np.zeros(0, np.int64)
     level = ranks
     while level <= chunks:
-        units = total.reshape(level, -1).sum(1)
+        units = areas.reshape(level, -1).sum(1)
         least = np.partition(units, level // ranks - 1)[: level // ranks - 1].sum()
         if units.max() + least <= limit or level == chunks:
             members, largest = _swapped(units, ranks, limit)
@@ -55,24 +55,18 @@ def balanced(masks: Sequence[Any], ranks: int, *, weights: Sequence[int] | None 
             if best <= limit:
                 break
         level *= 2
-    # Ranks are alike, so the names may be exchanged: the lengths do not depend on the masks.
-    last, owners = owners[-1], owners.copy()
-    swapped = owners == ranks - 1
-    owners[owners == last] = ranks - 1
-    if last != ranks - 1:
-        owners[swapped] = last
     return layout_of(np.repeat(owners, chunks // len(owners)).tolist())
 
 
 def area(ranges: Any, layout: str, ranks: int) -> Ints:
     """Visible (query, key) pairs of each rank's queries, ``[ranks]``."""
-    length = ranges.shape[1]
+    counts = _counts(ranges)
     if layout == "striped":
-        counts = _counts(ranges)
         return np.array([counts[rank::ranks].sum(dtype=np.int64) for rank in range(ranks)])
-    starts, owners = chunks_of(layout, length, ranks)
+    edges, owners = _chunks(layout, ranges.shape[1], ranks)
     out = np.zeros(ranks, np.int64)
-    np.add.at(out, np.array(owners, np.int64), _areas(ranges, np.array(starts)))
+    if len(owners):
+        np.add.at(out, owners, np.add.reduceat(counts, edges[:-1], dtype=np.int64))
     return out
 
 
@@ -87,10 +81,7 @@ def rows_sent(ranges: Any, layout: str, ranks: int) -> Ints:
         raise ValueError("rows_sent: layout must have chunks of adjacent tokens, got 'striped'")
     first, last = (np.asarray(row) for row in ranges)
     length = first.shape[0]
-    starts, of_chunk = chunks_of(layout, length, ranks)
-    edges, owners = np.array(starts), np.array(of_chunk, np.int64)
-    filled = edges[1:] > edges[:-1]
-    edges, owners = np.append(edges[:-1][filled], length), owners[filled]
+    edges, owners = _chunks(layout, length, ranks)
     chunks, at = len(owners), np.arange(len(owners))
     if not chunks:
         return np.zeros((ranks, ranks), np.int64)
@@ -112,10 +103,11 @@ def rows_sent(ranges: Any, layout: str, ranks: int) -> Ints:
     return out
 
 
-def _edges(length: int, chunks: int) -> Ints:
-    edges = np.arange(chunks + 1) * (length // chunks)
-    edges[-1] = length
-    return edges
+def _chunks(layout: str, length: int, ranks: int) -> tuple[Ints, Ints]:
+    """Edges of the chunks that have tokens, and their ranks."""
+    edges, owners = (np.array(each, np.int64) for each in chunks_of(layout, length, ranks))
+    filled = edges[1:] > edges[:-1]
+    return np.append(edges[:-1][filled], length), owners[filled]
 
 
 def _counts(ranges: Any) -> NDArray[np.int32]:
@@ -124,18 +116,6 @@ def _counts(ranges: Any) -> NDArray[np.int32]:
     counts = last - first
     counts += 1
     return np.maximum(counts, 0, out=counts)
-
-
-def _areas(ranges: Any, edges: Ints) -> Ints:
-    """Visible pairs of each chunk."""
-    counts = _counts(ranges)
-    size = edges[1] - edges[0]
-    if size * (len(edges) - 1) == edges[-1]:
-        return counts.reshape(-1, size).sum(1, dtype=np.int64) if size else np.zeros(len(edges) - 1, np.int64)
-    filled = edges[1:] > edges[:-1]
-    out = np.zeros(len(edges) - 1, np.int64)
-    out[filled] = np.add.reduceat(counts, edges[:-1][filled], dtype=np.int64)
-    return out
 
 
 def _swapped(areas: Ints, ranks: int, limit: float) -> tuple[Ints, int]:

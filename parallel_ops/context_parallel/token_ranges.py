@@ -4,8 +4,8 @@
     zigzag       the sequence is cut in 2 P chunks; rank r has chunks r and 2 P - 1 - r, which balances every step of a
                  ring under a causal mask
     striped      token i is on rank i mod P
-    balanced     the sequence is cut in many chunks, whose owners ``placement.balanced`` finds; such a layout is named
-                 by its owners, "0,1,1,0"; the last chunk has what does not divide
+    balanced     the sequence is cut in many equal chunks, of whose ranks ``placement.balanced`` makes the layout's
+                 name, such as "0,1,1,0"; the tokens after the last chunk, fewer than chunks, are shared out at the end
 
 Lengths need not divide: chunks differ by one token at most, and with fewer tokens than ranks some ranks have none. A
 rank keeps its tokens in the order of the sequence. Sources: Liu et al., arXiv:2310.01889 (ring); Brandon et al.,
@@ -57,8 +57,10 @@ def chunks_of(layout: str, length: int, ranks: int) -> tuple[tuple[int, ...], tu
         owners = tuple(range(ranks)) + (tuple(reversed(range(ranks))) if layout == "zigzag" else ())
         return tuple(_chunk_start(length, len(owners), i) for i in range(len(owners) + 1)), owners
     owners = tuple(map(int, layout.split(",")))
-    size = length // len(owners)
-    return (*(size * i for i in range(len(owners))), length), owners
+    cut = length // len(owners) * len(owners)
+    rest = [cut + _chunk_start(length - cut, ranks, rank) for rank in range(ranks + 1)]
+    starts = range(0, cut, max(1, length // len(owners)))
+    return (*starts, *rest), owners[: len(starts)] + tuple(range(ranks))
 
 
 def layout_of(owners: Sequence[int]) -> str:
@@ -66,11 +68,15 @@ def layout_of(owners: Sequence[int]) -> str:
     return ",".join(map(str, owners))
 
 
+def layout_name(layout: str) -> str:
+    """The kind of a layout: ``"balanced"`` for one that is named by the ranks of its chunks."""
+    return "balanced" if layout.replace(",", "").isdecimal() else layout
+
+
 def balanced_chunks(length: int, ranks: int) -> int:
-    """The number of chunks of a balanced layout: up to ``_MOST_CHUNKS`` a rank, if what does not divide is not above
-    one of them. Independent of masks, as the numbers of tokens are that follow from it."""
+    """The number of chunks of a balanced layout: ``_MOST_CHUNKS`` a rank if a chunk has a token."""
     chunks = ranks * _MOST_CHUNKS
-    while chunks > ranks and length % chunks > length // chunks:
+    while chunks > max(length, ranks):
         chunks //= 2
     return chunks
 
@@ -99,7 +105,9 @@ def ring_ranks(layout: str, ranks: int, rank: int, ulysses_degree: int) -> tuple
 
 
 def lengths(layout: str, length: int, ranks: int) -> tuple[int, ...]:
-    """The number of tokens on each rank."""
+    """The number of tokens on each rank. ``"balanced"`` names all balanced layouts: it does not depend on the mask."""
+    if layout == "balanced":
+        layout = layout_of(range(ranks))
     return tuple(count_tokens(shard_ranges(layout, length, ranks, rank)) for rank in range(ranks))
 
 
@@ -123,7 +131,7 @@ def visible_keys(
     keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...], left: int | None, right: int | None,
     limits: tuple[tuple[int, int], ...] | None = None,
 ) -> tuple[TokenRange, ...]:  # fmt: skip
-    """The keys visible to the queries: one contiguous part of each range, left out if no query sees it.
+    """The keys visible to the queries: of each range the parts that any range of queries sees.
 
     Args:
         left, right: keys before and after a query's own place that it sees; ``None`` for all.
@@ -140,9 +148,13 @@ def visible_keys(
             high = min(k.length - 1, (last - k.start) // k.step)
             if low <= high:
                 bounds.append((low, high))
-        if bounds:
-            first, last = min(low for low, _ in bounds), max(high for _, high in bounds)
-            parts.append(TokenRange(k.start + first * k.step, last - first + 1, k.step))
+        end = -1
+        for low, high in sorted(bounds):
+            if low > end + 1 or end < 0:
+                parts.append(TokenRange(k.start + low * k.step, high - low + 1, k.step))
+            elif high > end:
+                parts[-1] = parts[-1]._replace(length=parts[-1].length + high - end)
+            end = max(end, high)
     return tuple(parts)
 
 

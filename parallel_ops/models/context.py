@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
-from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
+from parallel_ops.context_parallel.algorithm import AlgorithmName
+from parallel_ops.context_parallel.layouts import Layout
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh
 

@@ -25,7 +25,8 @@ from parallel_ops._internal.dropout import seed_generators
 from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.context_parallel import SequenceLayout
-from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
+from parallel_ops.context_parallel.algorithm import AlgorithmName
+from parallel_ops.context_parallel.layouts import Layout
 from parallel_ops.layers import Norm, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention

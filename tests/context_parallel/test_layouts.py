@@ -1,5 +1,7 @@
 """Which tokens each rank has, by the helpers and by the formulas behind them, and sequences split and joined."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,16 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence, token_ranges
+from parallel_ops.context_parallel import SequenceLayout, join_sequence, placement, split_sequence, token_ranges
+from parallel_ops.context_parallel.layouts import layout_for
+from parallel_ops.context_parallel.schedule.blocks import query_limits
+from parallel_ops.ops.attention import document_ranges
 from support.ranks.distributed import ranks
 
 KINDS = ("zigzag", "striped", "contiguous")
 kinds = st.sampled_from(KINDS)
 
 
-@given(kind=kinds, length=st.integers(0, 50), size=st.integers(1, 16))
+@given(kind=st.sampled_from([*KINDS, "balanced"]), length=st.integers(0, 50), size=st.integers(1, 16))
 def test_every_token_is_on_one_rank_in_order(kind, length, size):
-    layout = SequenceLayout(length, size, kind)
+    layout = layout_for(length, size, kind)
     positions = [layout.positions(rank) for rank in range(size)]
     assert [len(p) for p in positions] == list(layout.lengths)
     assert max(layout.lengths) - min(layout.lengths) <= 1
@@ -67,6 +72,19 @@ def test_what_is_sent_is_what_is_seen(kind, length, size, left, right):
                 i for run in sent for i in range(len(tokens[source]))[token_ranges.local_slice(run, shards[source])]
             ]
             assert [tokens[source][i] for i in index] == listed
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("bounds", [[0, 64], [0, 5, 5, 40, 64], [0, 64 - 1, 64]])
+def test_a_balanced_layout_sends_what_is_seen(size, bounds):
+    ranges = document_ranges(torch.tensor(bounds))
+    layout = SequenceLayout.balanced([ranges], size)
+    assert layout == SequenceLayout.balanced([ranges.clone(), ranges], size, weights=[1, 3])
+    shards = [token_ranges.shard_ranges(layout.cp_layout, 64, size, rank) for rank in range(size)]
+    rows = placement.rows_sent(ranges.numpy(), layout.cp_layout, size)
+    for source, target in itertools.permutations(range(size), 2):
+        parts = token_ranges.visible_keys(shards[source], shards[target], None, 0, query_limits(ranges, shards[target]))
+        assert token_ranges.count_tokens(parts) == rows[source, target]
 
 
 def test_zigzag_is_balanced_under_a_causal_mask():
@@ -121,6 +139,24 @@ def test_a_group_splits_and_joins(size):
             r"dimension 0 must have 4 tokens, got \[5\]",
         ),
         (lambda: SequenceLayout(4, 2).join([torch.ones(4)]), ValueError, "one for each of the 2 ranks"),
+        (lambda: SequenceLayout(4, 2, "balanced"), ValueError, "SequenceLayout.balanced makes it"),
+        (lambda: SequenceLayout(4, 2, "0,2"), ValueError, "cp_layout has chunks of rank 2, but there are 2 ranks"),
+        (lambda: SequenceLayout.balanced([], 2), ValueError, r"masks must be ranges \[2, length\] of one length"),
+        (
+            lambda: SequenceLayout.balanced([torch.tensor([[0, 1, 0], [0, 1, 2]])], 2),
+            ValueError,
+            r"masks\[0\]: the first key must not decrease, but falls from 1 to 0 in row 2",
+        ),
+        (
+            lambda: SequenceLayout.balanced([torch.zeros(2, 3), torch.tensor([[0, 1, 1], [0, 1, 3]])], 2),
+            ValueError,
+            r"masks\[1\]: the last key of row 2 is 3, outside of -1 to 2",
+        ),
+        (
+            lambda: split_sequence(torch.ones(4), None, cp_layout=SequenceLayout(4, 2)),
+            ValueError,
+            "cp_layout must be a SequenceLayout of 1 ranks, got one of 2",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, error, message):

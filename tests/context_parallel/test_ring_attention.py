@@ -26,7 +26,7 @@ LAYOUTS = ("zigzag", "striped", "contiguous")
 def cases_of(size):
     """Every layout and way; odd lengths, fewer tokens than ranks, grouped queries, and every option."""
     documents = (0, 3, 7, 0, 1, 8)
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, "balanced", "scattered"):
         for way in (
             {},
             {"all_gather": True},
@@ -45,7 +45,7 @@ def cases_of(size):
 def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str = "", **options: Any) -> list[Tensor]:
     """(O, dq, dk, dv, dsink) of this rank's tokens, by the public op."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    layout = SequenceLayout(case.length, size, case.layout)
+    layout = case.shared_by(size)
     q, k, v, sink, grad = tensors
     leaves = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
     sink = None if sink is None else sink.clone().requires_grad_()
@@ -55,7 +55,7 @@ def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str 
     out = ring_attention(
         *leaves,
         group=group,
-        cp_layout=case.layout,
+        cp_layout=layout if case.layout == "scattered" else case.layout,
         algorithm=algorithm,
         causal=case.causal,
         softmax_scale=case.scale,

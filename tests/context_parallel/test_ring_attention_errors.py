@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import ring_attention
+from parallel_ops.context_parallel import SequenceLayout
+from parallel_ops.context_parallel.token_ranges import layout_of
 from parallel_ops.ops.attention import block_causal_ranges
 from support.parallelism.context_parallel import inputs
 from support.ranks.distributed import Raised, Ranks, ranks
@@ -27,6 +29,10 @@ def mismatched(rank: int, what: str) -> None:
         "seed": {"dropout_p": 0.5, "dropout_seed": rank},
         "documents": {"cu_seqlens": torch.tensor([0, 3 + rank, 6 * world])},
         "ranges": {"key_ranges": block_causal_ranges(2 + rank, length=6 * world)},
+        "ranges, balanced": {"key_ranges": block_causal_ranges(2 + rank, length=6 * world), "cp_layout": "balanced"},
+        "placements": {
+            "cp_layout": SequenceLayout(6 * world, world, layout_of([(i + rank) % world for i in range(world)]))
+        },
         "ranges of one rank": {"key_ranges": block_causal_ranges(2, length=6 * world) - int(last)},
         "documents too short": {"cu_seqlens": torch.tensor([0, 3, 6])},
         "documents that fall": {"cu_seqlens": torch.tensor([0, 5, 3, 6 * world])},
@@ -70,7 +76,12 @@ def killed(rank: int, victim: int) -> None:
         ("window", "window_size=(4, 0)"),
         ("seed", "seed=1"),
         ("documents", "documents=(0, 4, "),
-        ("ranges", "key_ranges="),
+        (
+            "ranges",
+            "key_ranges must be the same on every rank, but in row 0 rank 0 of the group has keys 0 to 1, rank 1",
+        ),
+        ("ranges, balanced", "key_ranges must be the same on every rank, but in row 0 rank 0 of the group has keys 0"),
+        ("placements", "cp_layout must have the same chunks on every rank"),
         ("ranges of one rank", "ring_attention: key_ranges: the first key of row 0 is -1"),
         ("documents too short", "cu_seqlens must rise from 0 to"),
         ("documents that fall", "cu_seqlens must rise from 0 to"),
@@ -89,7 +100,7 @@ def test_disagreement_raises_on_every_rank(size, what, message):
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        ({"cp_layout": "blocks"}, {}, "cp_layout must be one of zigzag, striped, contiguous, got 'blocks'"),
+        ({"cp_layout": "blocks"}, {}, "cp_layout must be one of zigzag, striped, contiguous, balanced, got 'blocks'"),
         ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, all_gather, got 'usp'"),
         (
             {"algorithm": "all_to_all"},

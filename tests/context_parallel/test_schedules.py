@@ -1,6 +1,7 @@
 """Ring, all-to-all, hybrid and gathered attention over the loopback transport: up to 16 ranks in any interleaving."""
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from support.parallelism.context_parallel import Case, joined, oracle, shared
 from support.transports.loopback import LoopbackGroup
 
 KINDS = ("zigzag", "striped", "contiguous")
+ANY = (*KINDS, "balanced", "scattered")
 
 
 def run(case, size, tensors, seed=0, credits=0):
@@ -61,7 +63,7 @@ def cases(draw):
         dropout_p=draw(st.sampled_from([0.0, 0.3])),
         documents=documents,
         ranges=ranges,
-        layout=draw(st.sampled_from(KINDS)),
+        layout=draw(st.sampled_from(ANY)),
         ulysses_degree=ulysses_degree,
         all_gather=ulysses_degree == 1 and draw(st.booleans()),
     )
@@ -73,7 +75,7 @@ def test_any_attention_is_that_of_one_rank(drawn, seed, credits):
     check(*drawn, seed, credits)
 
 
-@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("layout", ANY)
 @pytest.mark.parametrize("way", [{}, {"all_gather": True}, {"ulysses_degree": 2}, {"ulysses_degree": 4}])
 def test_every_layout_and_way_with_every_option(layout, way):
     """4 ranks; 13 tokens of which one document is empty and one a single token; fewer tokens than ranks."""
@@ -133,7 +135,7 @@ def random_case(draw):
     case = Case(
         length, heads=kv_heads * draw.choice((1, 2)), kv_heads=kv_heads, head_dim=draw.choice((4, 16)), causal=causal,
         window=draw.randint(1, 150) if causal and draw.random() < 0.3 else None, sink=draw.random() < 0.3,
-        documents=documents, layout=draw.choice(KINDS), ulysses_degree=ulysses_degree,
+        documents=documents, layout=draw.choice(ANY), ulysses_degree=ulysses_degree,
         all_gather=ulysses_degree == 1 and draw.random() < 0.3, dropout_p=draw.choice((0.0, 0.0, 0.0, 0.3)),
     )  # fmt: skip
     return case, size, draw.choice((torch.float32, torch.float64))
@@ -213,7 +215,7 @@ def test_a_step_of_the_ring_is_one_message(layout, causal, window):
 def shape_of(case, size, itemsize):
     return cost.AttentionShape(
         length=case.length, ranks=size, batch=case.batch, heads=case.heads, kv_heads=case.kv_heads,
-        head_dim=case.head_dim, itemsize=itemsize, cp_layout=case.layout, causal=case.causal,
+        head_dim=case.head_dim, itemsize=itemsize, cp_layout=case.shared_by(size).cp_layout, causal=case.causal,
         window_size=(-1 if case.window is None else case.window - 1, -1), documents=case.documents or False,
     )  # fmt: skip
 
@@ -254,3 +256,24 @@ def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
             parts = token_ranges.visible_keys(shard, own, None, 0)
             carry.add(kv[: token_ranges.count_tokens(parts)], parts)
         assert len(calls) == (rank + 1 if layout == "contiguous" else 8)
+
+
+def test_a_balanced_step_is_one_call_whose_spans_are_made_once(monkeypatch):
+    """However many ranges a rank has; the layers of a batch and their backwards share spans."""
+    counts = dict.fromkeys(("block_attention", "block_attention_backward", "range_bounds"), 0)
+
+    def counted_call(name, call, *args, **options):
+        counts[name] += 1
+        return call(*args, **options)
+
+    for name in counts:
+        monkeypatch.setattr(_blocks, name, functools.partial(counted_call, name, getattr(_blocks, name)))
+    case, size = Case(160, documents=(70, 3, 40, 9, 1, 37), layout="scattered"), 4
+    assert (
+        max(len(token_ranges.shard_ranges(case.shared_by(size).cp_layout, 160, size, rank)) for rank in range(size)) > 2
+    )
+    options, tensors = case.options(), case.tensors()
+    for _ in range(3):  # layers
+        LoopbackGroup(size).run(lambda transport: shared(case, transport, tensors, options=options))
+    assert counts["range_bounds"] <= size * size
+    assert counts["block_attention"] == counts["block_attention_backward"] <= 3 * size * size

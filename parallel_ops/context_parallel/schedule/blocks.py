@@ -10,6 +10,7 @@ from torch import Tensor
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.context_parallel.token_ranges import count_tokens, visible_keys
 from parallel_ops.ops.attention.block import Dropout, begin_carry, block_attention, block_attention_backward
+from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, in_order, range_bounds
 
@@ -23,6 +24,15 @@ class _Block:
     mask: MaskBounds
     dropout: Dropout | None
     ranges: range
+
+
+def query_limits(ranges: Tensor, queries: tuple[TokenRange, ...]) -> tuple[tuple[int, int], ...]:
+    """First and last key that any query of each of these token ranges sees. ``ranges``: on the CPU."""
+
+    def read() -> tuple[tuple[int, int], ...]:
+        return tuple((int(ranges[0, part.start]), int(ranges[1, part.last])) for part in queries)
+
+    return once(ranges, ("limits", queries), read)
 
 
 def _blocks(
@@ -40,13 +50,21 @@ def _blocks(
         return [_Block(slice(0, n), slice(0, n), MaskBounds(right=0), None, range(len(queries)))]
     if ranges is not None and seed is None and in_order(keys):
         # Spans can describe any mask between shards in the order of the sequence.
-        see = [i for i, q in enumerate(queries) if visible_keys(tuple(keys), (q,), left, right)]
-        if not see:
-            return []
-        seeing = range(see[0], see[-1] + 1)
-        rows, columns = slice(row_edges[seeing.start], row_edges[seeing.stop]), slice(0, column_edges[-1])
-        own = queries[seeing.start : seeing.stop]
-        return [_Block(rows, columns, range_bounds(own, keys, left, right, ranges, from_keys=from_keys), None, seeing)]
+        def one() -> list[_Block]:
+            limits = query_limits(ranges, tuple(queries)) if ranges.is_cpu else None
+            see = [
+                i for i, q in enumerate(queries)
+                if visible_keys(tuple(keys), (q,), left, right, None if limits is None else limits[i : i + 1])
+            ]  # fmt: skip
+            if not see:
+                return []
+            seeing = range(see[0], see[-1] + 1)
+            rows, columns = slice(row_edges[seeing.start], row_edges[seeing.stop]), slice(0, column_edges[-1])
+            own = queries[seeing.start : seeing.stop]
+            mask = range_bounds(own, keys, left, right, ranges, from_keys=from_keys)
+            return [_Block(rows, columns, mask, None, seeing)]
+
+        return once(ranges, ("blocks", tuple(queries), tuple(keys), left, right, from_keys), one)
     blocks = []
     for i, q in enumerate(queries):
         for j, k in enumerate(keys):

@@ -27,9 +27,8 @@ from torch import Tensor
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
-from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys
+from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys, query_limits
 from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged, visible_keys
-from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
 
 
@@ -42,6 +41,7 @@ class Ring:
         ranks: their numbers in the transport's group, in the order of the ring.
         at: the index of this rank among them.
         shards: the tokens of each rank.
+        ranges: the key ranges of ``options`` on the CPU; without them keys of other documents are sent too.
     """
 
     op: str
@@ -50,6 +50,7 @@ class Ring:
     at: int
     shards: Sequence[tuple[TokenRange, ...]]
     options: AttentionOptions
+    ranges: Tensor | None = None
 
     @property
     def own(self) -> tuple[TokenRange, ...]:
@@ -57,18 +58,9 @@ class Ring:
 
     def parts(self, source: int, target: int) -> tuple[TokenRange, ...]:
         """The keys of ``source`` that are visible to queries of ``target``."""
-        queries, ranges = self.shards[target], self.options.key_ranges
-        limits = None if ranges is None or not ranges.is_cpu else _limits(ranges, queries)
+        queries, ranges = self.shards[target], self.ranges
+        limits = None if ranges is None else query_limits(ranges, queries)
         return visible_keys(self.shards[source], queries, self.options.left, self.options.right, limits)
-
-
-def _limits(ranges: Tensor, queries: tuple[TokenRange, ...]) -> tuple[tuple[int, int], ...]:
-    """First and last key that any query of each of these shards' token ranges sees."""
-
-    def read() -> tuple[tuple[int, int], ...]:
-        return tuple((int(ranges[0, part.start]), int(ranges[1, part.last])) for part in queries)
-
-    return once(ranges, ("limits", queries), read)
 
 
 def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *, all_gather: bool) -> SoftmaxAccumulator:

@@ -5,6 +5,7 @@ one message for each of its token ranges, which is received at its place in the 
 arXiv:2309.14509 (DeepSpeed-Ulysses).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from parallel_ops.context_parallel.schedule.blocks import unpack_keys
 from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
 from parallel_ops.context_parallel.token_ranges import (
     count_tokens,
+    layout_name,
     local_slice,
     ring_ranks,
     shard_ranges,
@@ -118,6 +120,13 @@ def join_heads(parts: Sequence[Tensor], *shapes: tuple[int, int]) -> list[Tensor
     return [torch.cat(of_tensor, dim=2) for of_tensor in chunks]
 
 
+@functools.lru_cache(maxsize=8)
+def _all_keys(length: int, device: torch.device) -> Tensor:
+    """Ranges of queries that see every key."""
+    first = torch.zeros(length, dtype=torch.int32, device=device)
+    return torch.stack([first, first + (length - 1)])
+
+
 class Placement(NamedTuple):
     """How the ranks of a group share an attention, in the order in which the registered op takes it.
 
@@ -132,19 +141,32 @@ class Placement(NamedTuple):
     ulysses_degree: int
     all_gather: bool
 
-    def ring(self, transport: Transport, options: AttentionOptions, heads: int) -> Ring:
+    @property
+    def layout(self) -> str:
+        """The kind of the layout."""
+        return layout_name(self.cp_layout)
+
+    def ring(self, transport: Transport, options: AttentionOptions, heads: int, device: torch.device) -> Ring:
         """The ranks whose keys this rank attends to, with the options of its ``heads`` heads."""
         size, u = transport.size, self.ulysses_degree
         ranks = ring_ranks(self.cp_layout, size, transport.rank, u)
         shards = [shard_ranges(self.cp_layout, self.length, size, r, u) for r in ranks]
-        options = options._replace(key_ranges=options.ranges(self.length), cu_seqlens=None)
+        # Values on a GPU are read once a batch, if the layout was made of them; a graph cannot be captured then.
+        ranges = options.ranges(self.length)
+        host: Tensor | None = None
+        if ranges is None and max(map(len, shards)) > 2 and options.dropout_seed is None:
+            ranges = _all_keys(self.length, device)  # one call a step instead of one for each pair of ranges
+            host = _all_keys(self.length, torch.device("cpu"))
+        elif ranges is not None and (ranges.is_cpu or self.layout == "balanced"):
+            host = options.host_ranges(self.length)
+        options = options._replace(key_ranges=ranges, cu_seqlens=None)
         if u > 1:
             at = ulysses_ranks(self.cp_layout, size, transport.rank, u).index(transport.rank)
             options = options._replace(
                 first_head=options.first_head + at * heads,
                 sink=None if options.sink is None else options.sink.chunk(u)[at],
             )
-        return Ring(NAME, transport, ranks, ranks.index(transport.rank), shards, options)
+        return Ring(NAME, transport, ranks, ranks.index(transport.rank), shards, options, host)
 
     def ulysses(self, transport: Transport) -> UlyssesGroup:
         """The ranks with which this one exchanges heads for tokens."""
@@ -165,13 +187,13 @@ def attention_forward(
     """
     u = placement.ulysses_degree
     if u == 1:
-        ring = placement.ring(transport, options, q.shape[2])
+        ring = placement.ring(transport, options, q.shape[2], q.device)
         result = ring_forward(ring, with_unit_last_stride(q), k, v, all_gather=placement.all_gather)
         return result.out.to(q.dtype), result.statistics, q.new_empty(0)
     group, heads = placement.ulysses(transport), q.shape[2] // u
     qkv = group.tokens_to_heads(split_heads(u, q, k, v))
     q, k, v = tensors_of(qkv, *((t.shape[2] // u, t.shape[3]) for t in (q, k, v)))
-    result = ring_forward(placement.ring(transport, options, heads), q, k, v, all_gather=False)
+    result = ring_forward(placement.ring(transport, options, heads, q.device), q, k, v, all_gather=False)
     out = result.out.to(q.dtype)
     (out,) = join_heads(group.heads_to_tokens(out.flatten(2)), (heads, out.shape[3]))
     statistics = result.statistics.permute(3, 1, 2, 0).contiguous()
@@ -188,7 +210,7 @@ def attention_backward(
     rows = attention_gradient_rows(grad, out, statistics)
     dsink = None if options.sink is None else attention_sink_gradient(options.sink, rows)
     u, heads = placement.ulysses_degree, q.shape[2]
-    ring = placement.ring(transport, options, heads)
+    ring = placement.ring(transport, options, heads, q.device)
     if u == 1:
         dq, packed = ring_backward(
             ring, grad, with_unit_last_stride(q), k, v, rows, out, all_gather=placement.all_gather

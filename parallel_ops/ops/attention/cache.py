@@ -4,6 +4,7 @@ They depend on ``cu_seqlens`` or ``key_ranges``, and on which tokens are queries
 same tensor, so results made of it are kept as long as it lives and holds the same values.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -15,8 +16,9 @@ from parallel_ops._internal.distributed.compat import current_raw_stream
 
 T = TypeVar("T")
 
-# Tensors of which results are kept, the newest, and results of each: two for each block of a ring.
-_MOST_TENSORS, _MOST_RESULTS = 4, 512
+# Tensors of which results are kept, the newest, among them those of micro-batches that are read ahead; and results of
+# each: a few for each block of a ring and kind of layer.
+_MOST_TENSORS, _MOST_RESULTS = 16, 4096
 # By id: a reference to the tensor, its version and the stream on which its results were made; and those.
 _made: "dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Hashable, object]]]" = {}
 
@@ -35,13 +37,24 @@ def once(source: Tensor, key: Hashable, make: Callable[[], T]) -> T:
         _made.pop(id(source), None)
         while len(_made) >= _MOST_TENSORS:
             _made.pop(next(iter(_made)), None)
-        found = _made[id(source)] = weakref.ref(source), state, {}
+        found = _made[id(source)] = weakref.ref(source, functools.partial(_forget, id(source))), state, {}
     results = found[2]
     if key not in results:
         if len(results) >= _MOST_RESULTS:
             results.clear()
         results[key] = make()
     return results[key]  # type: ignore[return-value]
+
+
+def _forget(key: int, dead: "weakref.ref[Tensor]") -> None:
+    found = _made.get(key)
+    if found is not None and found[0] is dead:
+        del _made[key]
+
+
+def on_host(t: Tensor) -> Tensor:
+    """The values of ``t`` on the CPU, copied once."""
+    return t if t.is_cpu else once(t, "host", t.cpu)
 
 
 def _changes_unseen(t: Tensor) -> bool:

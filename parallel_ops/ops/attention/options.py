@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.dropout import dropout_seed as drawn_seed
 from parallel_ops._internal.tensor_format import FORMATS, TensorFormat, check_format, described
-from parallel_ops.ops.attention.cache import once
+from parallel_ops.ops.attention.cache import on_host, once
 from parallel_ops.ops.attention.ranges import document_ranges, intersect_ranges, range_error
 from parallel_ops.ops.softmaxes.shared import check_scale
 
@@ -75,6 +75,11 @@ class AttentionOptions(NamedTuple):
         if self.key_ranges is not None or cu_seqlens is None:
             return self.key_ranges
         return once(cu_seqlens, ("ranges", length), lambda: document_ranges(cu_seqlens, causal=False, length=length))
+
+    def host_ranges(self, length: int) -> Tensor | None:
+        """``ranges`` on the CPU."""
+        cu_seqlens, key_ranges = (None if t is None else on_host(t) for t in (self.cu_seqlens, self.key_ranges))
+        return self._replace(cu_seqlens=cu_seqlens, key_ranges=key_ranges).ranges(length)
 
 
 def attention_options(

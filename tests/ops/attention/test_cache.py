@@ -78,13 +78,21 @@ def test_a_ring_makes_those_of_a_block_once(places):
 
 
 def test_what_is_kept_is_little():
-    for _ in range(10):
-        bounds(torch.tensor([0, 20, 64]))
-    assert len(cache._made) <= 4
-    starts = torch.tensor([0, 20, 64])
-    for length in range(1, 600):
+    alive = [torch.tensor([0, 20, 64]) for _ in range(30)]
+    for starts in alive:
+        bounds(starts)
+    assert len(cache._made) <= 16
+    for length in range(1, 5000):
         cache.once(starts, length, object)
-    assert len(cache._made[id(starts)][2]) <= 512
+    assert len(cache._made[id(starts)][2]) <= 4096
+
+
+def test_nothing_is_kept_of_tensors_that_are_gone():
+    starts = torch.tensor([0, 20, 64])
+    bounds(starts)
+    assert (key := id(starts)) in cache._made
+    del starts
+    assert key not in cache._made
 
 
 def test_another_tensor_at_the_same_place_in_memory():

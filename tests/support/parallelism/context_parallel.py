@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.context_parallel.layouts import SequenceLayout
+from parallel_ops.context_parallel.layouts import SequenceLayout, layout_for
 from parallel_ops.context_parallel.schedule.ulysses import (
     Placement,
     attention_backward,
     attention_forward,
     tensors_of,
 )
+from parallel_ops.context_parallel.token_ranges import layout_of
 from parallel_ops.ops.attention.block import Dropout, dropout_keep_mask
 from parallel_ops.ops.attention.options import AttentionOptions
 
@@ -53,6 +54,16 @@ class Case:
         if self.documents is None:
             return None
         return torch.tensor([0, *self.documents], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+    def shared_by(self, size: int) -> SequenceLayout:
+        """Of kind ``"scattered"``: three chunks a rank in any order."""
+        if self.layout == "scattered":
+            owners = [
+                n % size for n in torch.randperm(3 * size, generator=torch.Generator().manual_seed(size)).tolist()
+            ]
+            return SequenceLayout(self.length, size, layout_of(owners))
+        o = self.options()
+        return layout_for(self.length, size, self.layout, o.host_ranges(self.length), ((o.left, o.right, 1),))
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
         """q, k, v, sink and the gradient of the output, of the whole sequence."""
@@ -119,14 +130,15 @@ def oracle(case: Case, tensors: list[Tensor | None]) -> list[Tensor]:
 
 
 def shared(
-    case: Case, transport: Any, tensors: list[Tensor | None], between: Callable[[], object] = lambda: None
-) -> list[Tensor]:
+    case: Case, transport: Any, tensors: list[Tensor | None], between: Callable[[], object] = lambda: None,
+    options: AttentionOptions | None = None,
+) -> list[Tensor]:  # fmt: skip
     """(O, dq, dk, dv, dsink) of this rank's tokens, over any transport; ``between`` is called before the backward."""
-    layout = SequenceLayout(case.length, transport.size, case.layout)
+    layout = case.shared_by(transport.size)
     q, k, v, sink, grad = tensors
     q, k, v, grad = (layout.shard(t, transport.rank) for t in (q, k, v, grad))
-    placement = Placement("test", case.length, case.layout, case.ulysses_degree, case.all_gather)
-    rest = placement, transport, case.options(sink)
+    placement = Placement("test", case.length, layout.cp_layout, case.ulysses_degree, case.all_gather)
+    rest = placement, transport, options or case.options(sink)
     out, statistics, held = attention_forward(*rest, q, k, v)
     if case.ulysses_degree > 1:
         q, k, v = tensors_of(held, *((t.shape[2] // case.ulysses_degree, t.shape[3]) for t in (q, k, v)))
@@ -137,7 +149,7 @@ def shared(
 
 def joined(case: Case, results: list[list[Tensor]]) -> list[Tensor]:
     """The whole from the results of all ranks; their sum for the sink."""
-    layout = SequenceLayout(case.length, len(results), case.layout)
+    layout = case.shared_by(len(results))
     columns = list(zip(*results, strict=True))
     return [*(layout.join(column) for column in columns[:4]), *(torch.stack(column).sum(0) for column in columns[4:])]
 

@@ -1,0 +1,125 @@
+"""Checks of a call of ring attention: its layout, and that all ranks make the same call."""
+
+import zlib
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops._internal.distributed.groups import group_size, resolve_group
+from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
+from parallel_ops.comm.transport.exchange import in_flight
+from parallel_ops.comm.transport.registry import transport_of
+from parallel_ops.context_parallel.algorithm import NAME
+from parallel_ops.context_parallel.cost import Algorithm
+from parallel_ops.context_parallel.layouts import SequenceLayout, layout_for
+from parallel_ops.context_parallel.schedule.ulysses import Placement
+from parallel_ops.context_parallel.token_ranges import lengths
+from parallel_ops.ops.attention.cache import on_host, once
+from parallel_ops.ops.attention.options import AttentionOptions
+
+
+def named_layout(
+    cp_layout: str | SequenceLayout, length: int | None, group: ProcessGroup | None
+) -> tuple[str, int | None]:
+    """The name of the layout, and the length that it has or that is given."""
+    if not isinstance(cp_layout, SequenceLayout):
+        return cp_layout, length
+    size = group_size(group)
+    if cp_layout.ranks != size or length not in (None, cp_layout.length):
+        given = "" if length is None else f", length={length}"
+        raise ValueError(
+            f"{NAME}: cp_layout is of {cp_layout.length} tokens over {cp_layout.ranks} ranks, but the group has "
+            f"{size}{given}"
+        )
+    return cp_layout.cp_layout, cp_layout.length
+
+
+def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
+    """The layout that balances the area of a call's own mask."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f'{NAME}: cp_layout="balanced" reads the mask, which compiled code cannot; give a SequenceLayout'
+        )
+    if (cu_seqlens := options.cu_seqlens) is not None:
+        documents = tuple(on_host(cu_seqlens).tolist())
+        if wrong := _documents_error(documents, length):
+            raise ValueError(wrong)
+    cut = options.left, options.right, 1
+    return layout_for(length, size, "balanced", options.host_ranges(length), (cut,)).cp_layout
+
+
+def _documents_error(documents: tuple[int, ...], length: int) -> str | None:
+    if documents[0] == 0 and documents[-1] == length and sorted(documents) == list(documents):
+        return None
+    return f"{NAME}: cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {documents}"
+
+
+def check_calls(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, placement: Placement, gradients: bool
+) -> None:
+    """Raises on all ranks unless all make the same call."""
+    group = resolve_group(placement.group)
+    transport, size = transport_of(group, q.device), group.size()
+    # Only on a CPU can values be read without waiting for a device.
+    cu_seqlens, ranges, seed = (
+        None if t is None or t.is_cuda else t for t in (options.cu_seqlens, options.key_ranges, options.dropout_seed)
+    )
+    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    chunks = zlib.crc32(placement.cp_layout.encode())
+    digests = () if ranges is None else (once(ranges, "digest", lambda: zlib.crc32(ranges.numpy().tobytes())),)
+    drawn = None if seed is None else seed.item()
+    s, *rest = q.shape
+    tensors = [t is None for t in (options.sink, options.cu_seqlens, options.key_ranges)]
+    same = (
+        *rest,
+        k.shape[2],
+        v.shape[3],
+        *options[4:],
+        *placement._replace(cp_layout=placement.layout)[1:],
+        *tensors,
+        gradients,
+    )  # no name of the group
+    of_values = "" if v.shape[3] == q.shape[3] else f" with values of {v.shape[3]}"
+    window = tuple(-1 if n is None else n for n in (options.left, options.right))
+    algorithm = Algorithm(placement.ulysses_degree, placement.all_gather).name(size)
+    # The message is cut off at a maximal length, so the arguments that differ most often come first.
+    text = (
+        f"{algorithm} in {placement.layout} over {transport.capabilities.name}, "
+        f"q of {[s, *rest]} {q.dtype}, {k.shape[2]} kv heads{of_values}, length={placement.length}, "
+        f"causal={options.causal}, window_size={window}, requires_grad={gradients}, "
+        f"dropout_p={options.dropout_p:.4g}, dropout_seed={drawn}, documents={documents}, "
+        f"key_ranges={ranges is not None}, sink={options.sink is not None}, softcap={options.softcap:.4g}, "
+        f"softmax_scale={options.softmax_scale:.4g}, backend={options.backend}"
+    )
+    signature = (q.dtype, *same, documents, len(digests), drawn, transport.capabilities.name, in_flight(transport))
+    answer = check_consistency(group, CallSignature(NAME, signature, text, (s, chunks, *digests)), q.device)
+    have = [s] if answer is None else [n for n, *_ in answer]
+    want = lengths(placement.cp_layout, placement.length, size)
+    if answer is not None and have != list(want):
+        raise shared_error(
+            group,
+            f"{NAME}: the ranks have {have} tokens, but length={placement.length} in {placement.layout} layout "
+            f"gives them {list(want)}",
+        )
+    if answer is not None and ranges is not None and len({of_rank[2] for of_rank in answer}) > 1:
+        raise shared_error(group, _differing_rows(group, ranges))
+    if answer is not None and len({of_rank[1] for of_rank in answer}) > 1:
+        raise shared_error(
+            group, f"{NAME}: cp_layout must have the same chunks on every rank; make it of the same masks"
+        )
+    if documents is not None and (wrong := _documents_error(documents, placement.length)):
+        raise shared_error(group, wrong)
+
+
+def _differing_rows(group: ProcessGroup, ranges: Tensor) -> str:
+    """The first row that differs between ranks, all of which call this."""
+    given = [torch.empty_like(ranges) for _ in range(group.size())]
+    torch.distributed.all_gather(given, ranges.contiguous(), group=group)
+    rank = next(rank for rank, other in enumerate(given) if not torch.equal(other, given[0]))
+    row = int((given[rank] != given[0]).any(0).int().argmax())
+    first, other = given[0][:, row].tolist(), given[rank][:, row].tolist()
+    return (
+        f"{NAME}: key_ranges must be the same on every rank, but in row {row} rank 0 of the group has keys {first[0]} "
+        f"to {first[1]}, rank {rank} {other[0]} to {other[1]}"
+    )
