@@ -27,7 +27,11 @@ MEGATRONS := 0.17.1 0.18.2 0.19.2
 # The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
 TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 
-.PHONY: venv commands demo test test-runs test-kernels test-oldest-triton test-megatrons test-transformers bench lint format docs clean
+# The DeepSpeed whose parser reads the planner's exports, without its kernels, and what it imports beside the rest.
+DEEPSPEED := deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 py-cpuinfo==9.0.0
+
+.PHONY: venv commands demo test test-runs test-kernels test-oldest-triton test-megatrons test-transformers \
+	test-deepspeed bench lint format docs clean
 
 # All that targets need: pip installs while the extension compiles.
 venv:
@@ -102,6 +106,11 @@ test-transformers: venv
 			charset-normalizer || exit 1; \
 		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface*.py || exit 1; \
 	done
+
+test-deepspeed: venv
+	folder=$(CURDIR)/$(VENV)/deepspeed; \
+	test -d $$folder || $(PIP) --no-deps --no-build-isolation --target $$folder $(DEEPSPEED) || exit 1; \
+	$(TEST_ENV) DS_ACCELERATOR=cpu PYTHONPATH=$$folder $(PYTEST) tests/planner/test_export_parsers.py -k deepspeed
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
 bench: venv
