@@ -16,6 +16,7 @@ from parallel_ops.context_parallel.cost import (
     algorithms,
     counts,
     gathered_bytes,
+    ranges_of,
     seconds,
     sent,
 )
@@ -55,16 +56,26 @@ def select(shape: AttentionShape, link: Link | None) -> Selection:
     return _described(_candidates(shape, link), shape.ranks, link, with_layout=False)
 
 
-def select_layout(kinds: Sequence[tuple[int, AttentionShape]], layouts: Sequence[str], link: Link | None) -> Selection:
+def select_layout(
+    kinds: Sequence[tuple[int, AttentionShape]], layouts: Sequence[str] | None, link: Link | None
+) -> Selection:
     """The layout under which layers of these kinds are fastest together, each with the algorithm that ``select`` takes.
 
     Args:
         kinds: number of layers and their attention; ``cp_layout`` is not read.
-        layouts: names, ``balanced`` ones too; ties go to the first.
+        layouts: names, ``balanced`` ones too; ties go to the first. ``None``: zigzag, contiguous, and with lengths of
+            documents the one that balances them.
 
     Returns:
         The layout, the algorithm of the first kind, and the reason.
     """
+    if layouts is None:
+        masks = [ranges_of(kind.documents, *kind.bounds) for _, kind in kinds if isinstance(kind.documents, tuple)]
+        layouts = ["zigzag", "contiguous"]
+        if len(masks) == len(kinds):
+            from parallel_ops.context_parallel.placement import balanced  # needs NumPy
+
+            layouts.append(balanced(masks, kinds[0][1].ranks, weights=[n for n, _ in kinds]))
     found = []
     for layout in layouts:
         best = [(n, _best(_candidates(replace(shape, cp_layout=layout), link), link)) for n, shape in kinds]

@@ -68,6 +68,8 @@ class Model:
         full_every: with a window, one of so many layers sees all keys; 0 for none.
         documents: length of the packed document that the average token is in (the mean of squared lengths over the mean
             length), inside of which attention stays; 0 for whole sequences.
+        lengths: lengths of documents and their numbers, with which ``documents`` are shared among ranks; none if only
+            their mean is known.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -98,6 +100,7 @@ class Model:
     window: int = 0
     full_every: int = 0
     documents: float = 0.0
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))

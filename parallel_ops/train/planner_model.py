@@ -1,5 +1,7 @@
 """The planner's model of a transformer."""
 
+from typing import Any
+
 from parallel_ops.models import TransformerConfig
 from parallel_ops.planner.model import LatentAttention, Model
 
@@ -7,7 +9,7 @@ from parallel_ops.planner.model import LatentAttention, Model
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
     """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
     sinks, biases of experts and of attention's output alone, and learned positions beyond the sequence."""
-    experts = {}
+    experts: dict[str, Any] = {}
     if config.experts is not None:
         experts = {
             "experts": config.experts.num_experts,

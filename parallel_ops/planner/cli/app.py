@@ -34,6 +34,7 @@ from parallel_ops.planner.cli.options import (
 )
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT, era, eras
+from parallel_ops.planner.documents import describe
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.export import TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
@@ -118,6 +119,8 @@ def plan_command(
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
+    if text := describe(shape, best.plan.cp):
+        console.print(f"\n{text}", highlight=False)
     console.print(f"\n{tables.whose_times(shown)}", highlight=False)
     if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
         console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
@@ -178,6 +181,8 @@ def estimate_command(
         sys.exit(0 if problem is None else NO)
     console = _console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
+    if text := describe(shape, found.plan.cp):
+        console.print(f"{text}\n", highlight=False)
     for part in (
         tables.summary(found),
         *([tables.run(whole)] if whole else []),

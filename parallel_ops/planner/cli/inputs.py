@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli.huggingface_config import is_config, model_of
 from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
+from parallel_ops.planner.documents import lengths_of
 from parallel_ops.planner.export import ExportTarget, find_target
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
@@ -22,24 +22,12 @@ from parallel_ops.planner.training_run import TrainingRun
 
 
 def documents(found: Model, text: str | None) -> Model:
-    """``found`` with packed documents of the lengths of ``text``.
-
-    ``1024`` is one length, ``512x10:8192`` ten documents of 512 tokens to one of 8,192. Longer ones than the sequence
-    are cut.
-
-    Raises:
-        ValueError: not such lengths.
-    """
+    """``found`` with packed documents of the lengths of ``text``: see ``lengths_of``."""
     if text is None:
         return found
-    lengths: list[tuple[int, int]] = []
-    for part in text.split(":"):
-        counted = re.fullmatch(r"(\d+)(?:x(\d+))?", part.strip().lower())
-        if not counted or not int(counted[1]) or counted[2] == "0":
-            raise ValueError(f"--documents takes lengths in tokens, 1024 or 512x10:2048:8192, got {text!r}")
-        lengths.append((min(int(counted[1]), found.seq_length), int(counted[2] or 1)))
+    lengths = lengths_of(text, found.seq_length)
     squares, tokens = (sum(count * length**power for length, count in lengths) for power in (2, 1))
-    return replace(found, documents=squares / tokens)
+    return replace(found, documents=squares / tokens, lengths=lengths)
 
 
 def model(name: str, sequence: int | None = None) -> Model:

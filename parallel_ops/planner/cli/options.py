@@ -37,7 +37,8 @@ Documents = Annotated[
     str | None,
     typer.Option(
         "--documents",
-        help="Lengths of packed documents that attention stays inside of: 1024, or 512x10:8192 for ten to one.",
+        help="Lengths of packed documents that attention stays inside of: 1024, 512x10:8192 for ten to one, "
+        "lognormal:512:2.0 (median, sigma), or a file with one length a line.",
         show_default="whole sequences",
     ),
 ]

@@ -38,6 +38,7 @@ from parallel_ops.planner.communication.network import (
 )
 from parallel_ops.planner.compute.compute import Passes, Work, attention_seconds
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.documents import shares
 from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
@@ -254,7 +255,8 @@ def _context(
         )
         return there, back, (waits[0], waits[1])
     sizes = cost.keys_sent(tokens, tokens, model.key_value_width / plan.tp, width)
-    steps, share = plan.cp - 1, cost.ZIGZAG_SHARE
+    steps, of_documents = plan.cp - 1, shares(model, plan.cp)
+    share = cost.ZIGZAG_SHARE if of_documents is None else of_documents.sent
     # Backward sends keys and values again, and their gradients in separate messages.
     messages = [
         transfer("cp", "send-receive", "ring", link, plan.cp, share * size, _message(size, link, efficiency))

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.products import Engine, linear, product
+from parallel_ops.planner.documents import shares
 from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
@@ -252,6 +253,8 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
         flops = left * tokens * model.attention_flops * keys / model.seq_length / work.tp
         peak = gpu.peak(stored(work.dtype))
         flops *= model.attended(keys)
+        if work.cp_kind == "ring" and (found := shares(model, work.cp)):
+            flops *= found.uneven
         ahead, back = _exponentials(model, gpu.generation)
         # The backward pass recomputes the scores: five products instead of two.
         return ahead * flops / (peak * efficiency.flash_forward), 2.5 * back * flops / (
