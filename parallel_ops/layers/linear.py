@@ -37,6 +37,7 @@ from parallel_ops.tensor_parallel import (
     linear_reduce_scatter,
 )
 from parallel_ops.tensor_parallel.linear.call import Overlap
+from parallel_ops.tensor_parallel.linear.float8 import GatheredRows
 
 
 def column_linears(
@@ -66,13 +67,17 @@ def column_linears(
     if first.precision != "bf16":
         for linear in linears:
             linear.check_float8()
-        if first.sequence_parallel:
-            x = all_gather(x, first.group, dim=0, sizes=sizes)
-        else:
-            x = copy_to_group(x, first.group, grad_reduce=first.grad_reduce)
+        group, shared = first.group, None
+        if not first.sequence_parallel:
+            x = copy_to_group(x, group, grad_reduce=first.grad_reduce)
+        elif group is not None:
+            reduction: dict[str, Any] = {"sizes": sizes, "grad_reduce": first.grad_reduce}
+            shared = GatheredRows.of(x, first.precision, group=group, **reduction)
+            x = all_gather(x, group, dim=0, **reduction) if shared is None else x
         quantized = float8_linear(
-            x, weights, added, recipe=first.precision, emulated=first.emulated, deferred=first.deferred, targets=targets
-        )
+            x, weights, added, recipe=first.precision, emulated=first.emulated, deferred=first.deferred,
+            targets=targets, shared=shared,
+        )  # fmt: skip
         return quantized, biases
     special = any(target is not None for target in targets)
     adapted = column_adapters(

@@ -62,8 +62,9 @@ class ParallelLinear(ShardedModule):
         deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
             with ``DeferredWeightGradients(fsdp=True)`` for all.
         precision: of the products, ``"bf16"`` for that of the weight, or float8 by a recipe of ``ops.float8_recipes``;
-            without ``main_grad``. On several ranks the communication is apart from float8 products and in 16 bits;
-            where ranks share the rows that a product sums over, each scales its own part of a row.
+            without ``main_grad``. On several ranks the communication is apart from float8 products: rows that are
+            gathered travel in float8, sums in 16 bits; where ranks share the rows that a product sums over, each
+            scales its own part of a row.
         emulated: quantize for float8 in the same way, but multiply in fp32, on any device.
     """
 

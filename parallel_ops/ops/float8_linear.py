@@ -14,7 +14,7 @@ columns. ``torch._scaled_mm`` by row takes e5m2 as its first operand only and ro
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,16 @@ def _padded(t: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, 0, 0, missing)) if missing else t
 
 
+class SharedRows(Protocol):
+    """How ranks share the rows of x; see ``tensor_parallel.linear.float8``. ``x`` is ``[rows, H]``."""
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+    def by_row(self, x: Tensor, recipe: Recipe) -> Quantized: ...
+    def by_column(self, x: Tensor, recipe: Recipe) -> Quantized: ...
+    def scattered(self, dx: Tensor) -> Tensor: ...
+
+
 def _columns(t: Tensor, dtype: torch.dtype, recipe: Recipe) -> Quantized:
     return quantize(_padded(t, recipe.multiple).t(), dtype, recipe)
 
@@ -48,28 +58,31 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recipe: Recipe, emulated: bool, later: Any, count: int, x: Tensor, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, recipe: Recipe, emulated: bool, later: Any, shared: SharedRows | None, count: int, x: Tensor,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         weights = [w for w in parameters[:count] if w is not None]
-        rows, outputs = quantize(x.flatten(0, -2), E4M3, recipe), []  # once for all weights
+        flat, outputs = x.flatten(0, -2), []
+        rows = quantize(flat, E4M3, recipe) if shared is None else shared.by_row(flat, recipe)  # once for all weights
+        shape = (x.shape[0] if shared is None else sum(shared.sizes), *x.shape[1:-1])
         quantized = [quantize(weight, E4M3, recipe, weight=True) for weight in weights]
         for weight, bias in zip(quantized, parameters[count:], strict=True):
             y = product(rows, weight, recipe, emulated=emulated)
-            outputs.append((y if bias is None else y + bias).view(*x.shape[:-1], len(weight.values)))
+            outputs.append((y if bias is None else y + bias).view(*shape, len(weight.values)))
         ctx.save_for_backward(x, *weights)
-        ctx.recipe, ctx.emulated, ctx.later, ctx.count = recipe, emulated, later, count
+        ctx.recipe, ctx.emulated, ctx.later, ctx.shared, ctx.count = recipe, emulated, later, shared, count
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        recipe, emulated, count = ctx.recipe, ctx.emulated, ctx.count
+        recipe, emulated, shared, count = ctx.recipe, ctx.emulated, ctx.shared, ctx.count
         # A compiled backward computes all gradients.
         needed = ctx.needs_input_grad if torch.compiler.is_compiling() else requested(ctx)
-        of_weights, of_biases = needed[5 : 5 + count], needed[5 + count :]
+        of_weights, of_biases = needed[6 : 6 + count], needed[6 + count :]
         dys = [grad.flatten(0, -2) for grad in grads]
         dx: Tensor | None = None
-        if needed[4]:
+        if needed[5]:
             for dy, weight in zip(dys, weights, strict=True):
                 rows = quantize(dy, recipe.gradient, recipe)
                 if recipe.square:
@@ -79,31 +92,40 @@ class _Float8Linear(torch.autograd.Function):
                 part = product(rows, other, recipe, emulated=emulated, gradient=True)
                 dx = part if dx is None else dx + part
             assert dx is not None
-            dx = dx.view(x.shape)
+            dx = dx.view(*grads[0].shape[:-1], x.shape[-1])
+            dx = dx if shared is None else shared.scattered(dx)
         found: list[Tensor | None] = [None] * count
 
         def of_weight(dy: Tensor, columns: Quantized) -> Tensor:
             return product(_columns(dy, recipe.gradient, recipe), columns, recipe, emulated=emulated, gradient=True)
 
         flat = x.flatten(0, -2)
+
+        def columns_of_x() -> Quantized:
+            if shared is None:
+                return _columns(flat, E4M3, recipe)
+            found = shared.by_column(flat, recipe)
+            padded = _padded(found.values.view(torch.uint8).t(), recipe.multiple).t().contiguous()
+            return Quantized(padded.view(E4M3), found.scales)
+
         if ctx.later is not None and any(of_weights):
             queue, targets = ctx.later
 
             def compute() -> None:
-                columns = _columns(flat, E4M3, recipe)
+                columns = columns_of_x()
                 for target, dy in zip(targets, dys, strict=True):
                     if target is not None:
                         target.add_whole(of_weight(dy, columns))
 
             queue.push(after_backward(compute, flat, *dys))
         elif any(of_weights):
-            columns = _columns(flat, E4M3, recipe)
+            columns = columns_of_x()
             found = [of_weight(dy, columns) if need else None for dy, need in zip(dys, of_weights, strict=True)]
         summed = [
             dy.sum(0, dtype=torch.float32).to(dy.dtype) if need else None
             for dy, need in zip(dys, of_biases, strict=True)
         ]
-        return None, None, None, None, dx, *found, *summed
+        return None, None, None, None, None, dx, *found, *summed
 
 
 _Float8Linear.backward = staticmethod(once_differentiable(_NAME, _Float8Linear.backward))  # type: ignore[method-assign]
@@ -112,7 +134,7 @@ _Float8Linear.backward = staticmethod(once_differentiable(_NAME, _Float8Linear.b
 def float8_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, recipe: Float8Recipe = "fp8_rowwise",
     emulated: bool = False, deferred: DeferredWeightGradients | None = None,
-    targets: Sequence[Target] | None = None,
+    targets: Sequence[Target] | None = None, shared: SharedRows | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``F.linear`` of one input with several weights, forward and backward by float8 products.
 
@@ -125,6 +147,8 @@ def float8_linear(
         emulated: quantize in the same way, but multiply in fp32: on any device, slower than bfloat16.
         deferred, targets: a queue that computes the weights' gradients later, and what it adds each to: a
             ``GradientOf``, or ``None`` for a weight without a gradient. By default autograd gets them.
+
+        shared: ranks share the rows of x, which travel in float8. By default x has all.
 
     Returns:
         ``[..., N]`` for each weight, bfloat16. Gradients are bfloat16; those of biases are sums of the output's
@@ -174,5 +198,5 @@ def float8_linear(
         if wrong := [type(t).__name__ for t in targets if not isinstance(t, GradientOf | None)]:
             raise TypeError(f"{_NAME}: targets must be of GradientOf, got {wrong[0]}: products are rounded")
         later = deferred, list(targets)
-    outputs: tuple[Tensor, ...] = _Float8Linear.apply(form, emulated, later, len(weights), x, *weights, *biases)
+    outputs: tuple[Tensor, ...] = _Float8Linear.apply(form, emulated, later, shared, len(weights), x, *weights, *biases)
     return list(outputs)

@@ -14,6 +14,7 @@ OCP Microscaling Formats 1.0 and, for rounding scales up, Mishra et al., arXiv:2
 CUDA: cuBLAS, "Block scaling factors layout", as PyTorch's test_scaled_matmul_cuda.py passes them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -87,25 +88,35 @@ class Quantized(NamedTuple):
         return self.values.float() * scales.repeat_interleave(columns // max(1, scales.shape[1]), 1)
 
 
-def quantize(t: Tensor, dtype: torch.dtype, recipe: Recipe, *, weight: bool = False) -> Quantized:
+def quantize(
+    t: Tensor, dtype: torch.dtype, recipe: Recipe, *, weight: bool = False,
+    largest: Callable[[Tensor], Tensor] | None = None,
+) -> Quantized:  # fmt: skip
     """A matrix in float8, with scales along its rows.
 
     Args:
         t: ``[rows, columns]``, floating-point, any strides; ``recipe.block`` divides columns, and rows of a ``weight``
             in square blocks. dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        largest: Makes of the largest magnitudes of rows those of the rows of all ranks, of which t has a part. For
+            scales of rows.
 
     Parts of zeros stay zeros; a part with NaN or infinity has values or a scale that are not finite.
     """
     square = weight and recipe.square
     most, (rows, columns) = torch.finfo(dtype).max, t.shape
     if columns == 0:
-        empty = torch.full((rows, int(not recipe.block)), _TINY, device=t.device)
-        return Quantized(t.to(dtype).contiguous(), empty)
+        magnitudes = t.new_zeros(rows, int(not recipe.block), 1, dtype=torch.float32)
+        if largest is not None and not recipe.block:
+            magnitudes = largest(magnitudes)
+        return Quantized(t.to(dtype).contiguous(), magnitudes.div(most).clamp(min=_TINY).squeeze(2))
     block = recipe.block or columns
     parts = t.float().unflatten(1, (-1, block))
     if square:
         parts = parts.unflatten(0, (-1, block))  # [row blocks, block, blocks, block]
-    scales = parts.abs().amax(dim=(1, 3) if square else 2, keepdim=True).div(most).clamp(min=_TINY)
+    magnitudes = parts.abs().amax(dim=(1, 3) if square else 2, keepdim=True)
+    if largest is not None and not recipe.block:
+        magnitudes = largest(magnitudes)
+    scales = magnitudes.div(most).clamp(min=_TINY)
     if recipe.name == "mxfp8":
         # frexp: scale = mantissa * 2^n with a mantissa from 0.5 to 1, which is 2^(n - 1) if it is 0.5.
         mantissa, power = torch.frexp(scales)
