@@ -12,10 +12,10 @@ from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME
 from parallel_ops.context_parallel.cost import Algorithm
-from parallel_ops.context_parallel.layouts import SequenceLayout, layout_for
+from parallel_ops.context_parallel.layouts import SequenceLayout, document_layout, documents_error, layout_for
 from parallel_ops.context_parallel.schedule.ulysses import Placement
 from parallel_ops.context_parallel.token_ranges import lengths
-from parallel_ops.ops.attention.cache import on_host, once
+from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
 
 
@@ -41,18 +41,10 @@ def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
         raise ValueError(
             f'{NAME}: cp_layout="balanced" reads the mask, which compiled code cannot; give a SequenceLayout'
         )
-    if (cu_seqlens := options.cu_seqlens) is not None:
-        documents = tuple(on_host(cu_seqlens).tolist())
-        if wrong := _documents_error(documents, length):
-            raise ValueError(wrong)
-    cut = options.left, options.right, 1
-    return layout_for(length, size, "balanced", options.host_ranges(length), (cut,)).cp_layout
-
-
-def _documents_error(documents: tuple[int, ...], length: int) -> str | None:
-    if documents[0] == 0 and documents[-1] == length and sorted(documents) == list(documents):
-        return None
-    return f"{NAME}: cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {documents}"
+    cuts = ((options.left, options.right, 1),)
+    if options.key_ranges is None:
+        return document_layout(NAME, length, size, "balanced", options.cu_seqlens, cuts).cp_layout
+    return layout_for(length, size, "balanced", options.host_ranges(length), cuts).cp_layout
 
 
 def check_calls(
@@ -108,8 +100,8 @@ def check_calls(
         raise shared_error(
             group, f"{NAME}: cp_layout must have the same chunks on every rank; make it of the same masks"
         )
-    if documents is not None and (wrong := _documents_error(documents, placement.length)):
-        raise shared_error(group, wrong)
+    if documents is not None and (wrong := documents_error(documents, placement.length)):
+        raise shared_error(group, f"{NAME}: {wrong}")
 
 
 def _differing_rows(group: ProcessGroup, ranges: Tensor) -> str:

@@ -24,6 +24,7 @@ from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.collectives import gather_from_group
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths, shard_ranges
 from parallel_ops.ops.attention.cache import on_host, once
+from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import range_error
 
 Layout = Literal["zigzag", "striped", "contiguous", "balanced"]
@@ -163,6 +164,29 @@ def layout_for(
         return _causal_layout(length, ranks, cuts)
     host = on_host(ranges)
     return once(host, ("layout", ranks, cuts), lambda: _cut_layout(host, ranks, cuts))
+
+
+def document_layout(
+    op: str, length: int, ranks: int, cp_layout: str, cu_seqlens: Tensor | None, cuts: tuple[Cut, ...]
+) -> SequenceLayout:
+    """``layout_for`` packed documents; values on a GPU are read once.
+
+    Raises:
+        ValueError: ``cu_seqlens`` does not rise from 0 to ``length``.
+    """
+    ranges = None
+    if cp_layout == "balanced" and ranks > 1 and cu_seqlens is not None:
+        if wrong := documents_error(tuple(on_host(cu_seqlens).tolist()), length):
+            raise ValueError(f"{op}: {wrong}")
+        ranges = AttentionOptions(cu_seqlens=cu_seqlens).host_ranges(length)
+    return layout_for(length, ranks, cp_layout, ranges, cuts)
+
+
+def documents_error(documents: tuple[int, ...], length: int) -> str | None:
+    """The reason why documents cannot start at these tokens, or ``None``."""
+    if len(documents) > 1 and documents[0] == 0 and documents[-1] == length and sorted(documents) == list(documents):
+        return None
+    return f"cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {documents}"
 
 
 @functools.lru_cache(maxsize=64)

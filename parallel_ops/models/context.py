@@ -1,7 +1,8 @@
 """Context parallelism of a model: the tokens of each rank, and the mean loss over the ranks."""
 
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
 from parallel_ops.context_parallel.algorithm import AlgorithmName
-from parallel_ops.context_parallel.layouts import Layout
+from parallel_ops.context_parallel.layouts import Layout, document_layout, layout_for
+from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh
 
@@ -52,14 +54,22 @@ class RingCoreAttention(functools.partial[Tensor]):
 class Context:
     """The ranks that share each sequence.
 
+    Args:
+        windows: the window of each layer, for the balanced layout, which all layers share.
+
     Attributes:
         group, ranks, rank: the process group (``None`` for one rank), its size, and this rank in it.
         core_attention: ring attention over the group; ``None`` for one rank.
     """
 
-    def __init__(self, layer: str, mesh: DeviceMesh | None, cp_layout: Layout, algorithm: AlgorithmName) -> None:
+    def __init__(
+        self, layer: str, mesh: DeviceMesh | None, cp_layout: Layout, algorithm: AlgorithmName,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:  # fmt: skip
         mesh = check_mesh(layer, mesh)
-        self.cp_layout = SequenceLayout(1, 1, cp_layout).cp_layout  # checked here, not at the first forward
+        layout_for(1, 1, cp_layout)  # raises here, not at the first forward
+        self.layer, self.cp_layout = layer, cp_layout
+        self._cuts = tuple((None if w is None else w - 1, 0, n) for w, n in Counter(windows).items())
         self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.core_attention: CoreAttention | None = None
@@ -75,23 +85,38 @@ class Context:
 
     def lengths(self, s: int) -> tuple[int, ...]:
         """Number of tokens of each rank, of ``s`` in all."""
-        return SequenceLayout(s, self.ranks, self.cp_layout).lengths
+        return lengths(self.cp_layout, s, self.ranks)
 
-    def place(self, s: int, *, whole: bool, device: torch.device) -> Place:
+    def layout(self, s: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
+        """The layout of sequences of ``s`` tokens in all, with documents that start at ``cu_seqlens``."""
+        return document_layout(self.layer, s, self.ranks, self.cp_layout, cu_seqlens, self._cuts)
+
+    def place(
+        self, s: int, *, whole: bool, device: torch.device, cu_seqlens: Tensor | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> Place:  # fmt: skip
         """The places of this rank's tokens.
 
         Args:
             s: tokens of the whole sequence with ``whole``; otherwise the tokens of this rank, the same on every rank.
             device: of the positions.
+            layout: what ``layout`` returned for this sequence, if it was made ahead.
         """
         if self.ranks == 1:
             return Place()
-        layout = SequenceLayout(s if whole else s * self.ranks, self.ranks, self.cp_layout)
+        length = s if whole else s * self.ranks
+        if layout is None:
+            layout = self.layout(length, cu_seqlens)
+        elif (layout.length, layout.ranks) != (length, self.ranks):
+            raise ValueError(
+                f"{self.layer}: layout must be of {length} tokens over {self.ranks} ranks, got one of {layout.length} "
+                f"over {layout.ranks}"
+            )
         return Place(
             layout,
             self.rank,
             layout.positions(self.rank, device=device),
-            {"length": layout.length},
+            {"length": length, "cp_layout": layout} if self.cp_layout == "balanced" else {"length": length},
         )
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class Transformer(PretrainedModel):
                 f"Transformer: stages must have num_layers ({config.num_layers}) layers in all, got {sum(stages.sizes)}"
             )
         self.stages, self.pp_rank = stages, pp_rank
-        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm)
+        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm, config.windows)
         if core_attention is not None and self.context.ranks > 1:
             raise ValueError("Transformer: core_attention must be None with cp_mesh, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
@@ -204,6 +204,14 @@ class Transformer(PretrainedModel):
         rows = self.context.lengths(s)[self.context.rank]
         return (rows // self.ranks if self.sequence_parallel else rows), b, self.config.hidden_size
 
+    def sequence_layout(self, s: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
+        """Which rank of ``context`` has which of ``s`` tokens; it orders logits, as ``join_sequence`` does.
+
+        Args:
+            cu_seqlens: as in ``forward``; the balanced layout depends on it.
+        """
+        return self.context.layout(s, cu_seqlens)
+
     @torch.no_grad()
     def reset_parameters(self, only: type[nn.Module] = nn.Module) -> None:
         """Normal weights and sinks, zero biases, norms of one; a module's seed is made of its name and torch's seed.
@@ -231,6 +239,7 @@ class Transformer(PretrainedModel):
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        layout: SequenceLayout | None = None,
         stage: int | None = None,
         hidden_states: Tensor | None = None,
         dropout_seed: int | None = None,
@@ -246,8 +255,9 @@ class Transformer(PretrainedModel):
                 in the order of the tokens, whatever their positions.
             cu_seqlens: ``[documents + 1]``, int32 or int64, the starts of documents in the sequences, from 0 to ``s``.
                 No token attends to another document. Positions do not restart.
+            layout: what ``sequence_layout`` returned, if it was made ahead; ``None`` makes it here.
             stage: of a model with ``stages``, the one to compute; every stage is called with the same ``tokens``,
-                ``targets``, ``positions`` and ``cu_seqlens``.
+                ``targets``, ``positions``, ``cu_seqlens`` and ``layout``.
             hidden_states: what the stage before returned, of ``stream_shape``; ``None`` for the first.
             dropout_seed: seeds torch's default generators for the embeddings and for each layer, so that masks depend
                 on this number and the layer alone; ``None`` leaves the generators as they are.
@@ -271,7 +281,9 @@ class Transformer(PretrainedModel):
         check_inputs(self, tokens, targets, positions, stage, hidden_states)
         count = None if targets is None or self.context.ranks == 1 else (targets != IGNORE_INDEX).sum()
         whole = self.tokens is not None or stage is not None
-        place = self.context.place(tokens.shape[0], whole=whole, device=tokens.device)
+        place = self.context.place(
+            tokens.shape[0], whole=whole, device=tokens.device, cu_seqlens=cu_seqlens, layout=layout
+        )
         row_positions = place.positions
         length = self._length(tokens, positions, place.layout)
         positions = place.shard(positions) if positions is not None else row_positions

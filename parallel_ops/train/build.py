@@ -112,6 +112,7 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
     precision = settings.precision
     options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
+    options["cp_layout"] = settings.parallel.cp_layout
     options |= {
         "activation_offload": settings.recompute.offload,
         "offload_in_flight": settings.recompute.offload_in_flight,

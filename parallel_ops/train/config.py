@@ -130,6 +130,11 @@ class Settings(Section):
                 ("optimizer", "warmup"),
                 f"{optimizer.warmup}{decay} is more than {key} {self.schedule_steps}: lower it, or raise {key}",
             )
+        if self.parallel.cp_layout == "balanced" and plan.cp > 1 and self.run.compile:
+            yield (
+                ("run", "compile"),
+                "must be false with parallel.cp_layout balanced: each batch has another layout to compile",
+            )
         yield from self._fp8_problems()
         yield from self._evaluation_problems()
         yield from self._lora_problems()
@@ -213,6 +218,7 @@ class Settings(Section):
     def plan(self) -> Plan:
         """The plan, with dtype and recomputation."""
         parallel = dict(self.parallel)
+        del parallel["cp_layout"]
         if "virtual_stages" not in self.parallel.model_fields_set and parallel["schedule"] in (
             *V_SHAPED,
             "interleaved",

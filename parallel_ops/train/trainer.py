@@ -85,12 +85,6 @@ class Trainer(RunState):
             built = {"model": None if model is None else type(model).__name__, "device": self.device.type}
             compare(values_of(settings) | built | compared_values(settings, self.samples, held_out))
         self.activity("building the model", slow=True)
-        load = functools.partial(
-            Loader, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
-            replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
-            pinned=self.device.type == "cuda",
-        )  # fmt: skip
-        self.loader = load(self.samples)
         self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         # Checkpoints are written while steps run, so their messages need their own group.
         self.writers = None
@@ -98,6 +92,12 @@ class Trainer(RunState):
             self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
         self.model = build_model(settings, self.mesh, self.device, model)
+        load = functools.partial(
+            Loader, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
+            replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
+            pinned=self.device.type == "cuda", layout=getattr(self.model, "sequence_layout", None),
+        )  # fmt: skip
+        self.loader = load(self.samples)
         self.optimizer = optimizer_of(self.model, settings.optimizer)
         self.forward_backward = forward_backward_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_ops.context_parallel import SequenceLayout
+from parallel_ops.context_parallel import SequenceLayout, join_sequence
 from parallel_ops.layers.core_attention import unfused
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.experts import ExpertsConfig
@@ -62,8 +62,43 @@ def compare(rank: int, layout: str, length: int, ranks: int, documents: list[int
         torch.testing.assert_close(
             got.grad / ranks, wanted.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
-    places = SequenceLayout(length, ranks, layout).positions(mesh.rank("cp"))
-    torch.testing.assert_close(shared(tokens, cu_seqlens=cu_seqlens), logits[places], rtol=1e-4, atol=1e-5)
+    whole = shared.sequence_layout(length, cu_seqlens)
+    found = shared(tokens, cu_seqlens=cu_seqlens, layout=whole)
+    torch.testing.assert_close(found, logits[whole.positions(mesh.rank("cp"))], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(join_sequence(found, group, cp_layout=whole), logits, rtol=1e-4, atol=1e-5)
+
+
+def losses_of_layouts(rank: int) -> list[float]:
+    """The loss in each layout, the balanced one twice, with packed documents, window and full layers, and dropout."""
+    mesh = mesh_of(cp=4)
+    bounds = torch.tensor([0, 2, 90, 97, 128], dtype=torch.int32)
+    tokens, targets = text(128)
+    tokens, targets = tokens[:, :1], targets[:, :1]
+    found = []
+    for layout in ("zigzag", "striped", "contiguous", "balanced", "balanced"):
+        model = model_of(mesh["cp"], layout, window=(16, None), seq_length=128, dropout=0.1, attention_dropout=0.1)
+        loss = model(tokens, targets, cu_seqlens=bounds, dropout_seed=3)
+        loss.backward()
+        gradient = model.tokens.weight.grad.clone()
+        torch.distributed.all_reduce(gradient)
+        found += [loss.item(), gradient.double().sum().item(), gradient.double().norm().item()]
+    whole = model.sequence_layout(128, bounds)
+    assert whole is model.sequence_layout(128, bounds)
+    for layout, message in (
+        (SequenceLayout(64, 4), "layout must be of 128 tokens"),
+        (None, "cu_seqlens must rise from 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens, cu_seqlens=bounds if layout else bounds.flip(0), layout=layout)
+    return found
+
+
+def test_the_loss_does_not_depend_on_the_layout():
+    for found in ranks(4).run(losses_of_layouts):
+        losses, balanced = found[::3], found[-6:]
+        assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)
+        assert found[2::3] == pytest.approx([found[2]] * 5, rel=1e-5)
+        assert balanced[:3] == balanced[3:]
 
 
 def compare_dropout(rank: int, layout: str, length: int, sizes: dict[str, int], options: dict) -> None:
@@ -120,6 +155,8 @@ def wrong_length(rank: int) -> None:
         ("contiguous", 13, 4, [0, 1, 12, 13], {"attention_sinks": True}),
         ("zigzag", 16, 2, [0, 3, 3, 9, 16], {}),
         ("striped", 13, 4, [0, 1, 12, 13], {}),
+        ("balanced", 16, 4, None, {"positions": "learned"}),
+        ("balanced", 61, 4, [0, 1, 40, 40, 61], {"attention_sinks": True, "window": (7, None), "seq_length": 61}),
     ],
 )
 def test_losses_gradients_and_logits_are_those_of_one_process(layout, length, size, documents, options):
@@ -147,7 +184,7 @@ def test_ranks_without_tokens(kind):
 
 
 def short_sequences(rank, options):
-    for layout, length in itertools.product(("zigzag", "striped", "contiguous"), (1, 3)):
+    for layout, length in itertools.product(("zigzag", "striped", "contiguous", "balanced"), (1, 3)):
         alone, shared = model_of(None, **options), model_of(mesh_of(cp=4)["cp"], layout, **options)
         tokens, targets = text(length)
         losses = alone(tokens, targets), shared(tokens, targets)
@@ -180,6 +217,7 @@ def test_a_batch_without_rows(kind):
         ("contiguous", 7, {"dp_replicate": 2, "cp": 2}, {}),
         ("zigzag", 16, {"cp": 2, "tp": 2}, {}),
         ("striped", 16, {"cp": 2, "tp": 2}, {"positions": "learned"}),
+        ("balanced", 16, {"cp": 2, "tp": 2}, {"window": (3, None)}),
     ],
 )
 def test_dropout_is_that_of_one_process(layout, length, sizes, options):

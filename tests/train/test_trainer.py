@@ -256,7 +256,9 @@ def test_a_micro_batch_without_a_target_counts_for_nothing(tmp_path):
     assert all(0 in found and sum(found) for found in counts)
     want = runs.steps_of(0, settings, None, 2)
     assert all(math.isfinite(value) for step in want for value in step)
-    for plan in ({"dp": 4, "zero": 3}, {"cp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero": 2, "sequence_parallel": True}):
+    balanced = {"cp": 2, "cp_layout": "balanced"}
+    tensor = {"tp": 2, "dp": 2, "zero": 2, "sequence_parallel": True}
+    for plan in ({"dp": 4, "zero": 3}, {**balanced, "dp": 2}, {**balanced, "pp": 2}, tensor):
         given = runs.settings_of(tmp_path / "some.bin", **{**sections, "parallel": {**sections["parallel"], **plan}})
         for got in ranks(4).run(runs.steps_of, given, None, 2):
             close(got, want)

@@ -57,6 +57,12 @@ def on_host(t: Tensor) -> Tensor:
     return t if t.is_cpu else once(t, "host", t.cpu)
 
 
+def know_on_host(t: Tensor, host: Tensor) -> None:
+    """Lets ``on_host(t)`` be ``host``, of which ``t`` is a copy, so that nothing waits for the device."""
+    if not t.is_cpu:
+        once(t, "host", lambda: host)
+
+
 def _changes_unseen(t: Tensor) -> bool:
     """Whether values may be others when the result is used again: those of inference tensors, which have no version,
     of fake ones, and of a graph that is being captured."""

@@ -8,7 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.models.context import IGNORE_INDEX
+from parallel_ops.ops.attention.cache import know_on_host
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,26 @@ class Batch:
             another document, part of a prompt, or padding.
         positions, cu_seqlens: With a document mask, where the micro-batch is one packed row (``b = 1``): the position
             of each token in its document, int64 ``[s]``, and the document boundaries, int32 ``[documents + 1]``.
+        layout: The places of its tokens on the ranks that share it, made where the batch is read.
     """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    layout: SequenceLayout | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda t: t.to(device, non_blocking=True))
+        moved = self._each(lambda t: t.to(device, non_blocking=True))
+        if moved.cu_seqlens is not None and self.cu_seqlens is not None:
+            know_on_host(moved.cu_seqlens, self.cu_seqlens)
+        return moved
 
     def pinned(self) -> "Batch":
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed = {name: None if t is None else change(t) for name, t in vars(self).items()}
+        changed = {name: change(t) if isinstance(t, Tensor) else t for name, t in vars(self).items()}
         return Batch(**changed)  # type: ignore[arg-type]
 
 

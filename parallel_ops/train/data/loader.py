@@ -1,7 +1,12 @@
 """Reads the micro-batches of a step while the previous step is computed."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
+from torch import Tensor
+
+from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.train.data.batches import Batch, shares
 from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.vocabulary import outside
@@ -13,12 +18,15 @@ class Loader:
     Args:
         vocabulary: Size of the model's vocabulary; ``None`` disables the check of tokens.
         pinned: Use pinned memory, from which copies to a GPU are asynchronous.
+        layout: Makes the layout of packed documents, of the number of tokens and ``cu_seqlens``.
     """
 
     def __init__(
         self, samples: AnySamples, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
         vocabulary: int | None = None, pinned: bool = False,
+        layout: Callable[[int, Tensor | None], SequenceLayout] | None = None,
     ) -> None:  # fmt: skip
+        self._layout = layout
         self.samples, self.global_batch, self.vocabulary, self.pinned = samples, global_batch, vocabulary, pinned
         self._sizes = {
             "global_batch": global_batch, "micro_batch": micro_batch, "replicas": replicas, "replica": replica,
@@ -65,6 +73,8 @@ class Loader:
             for found in (int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.targets.max()))):
                 if not 0 <= found < self.vocabulary:
                     raise ValueError(self._unknown(found, numbers))
-        if not self.pinned:
-            return batch
-        return batch.pinned()
+        if self.pinned:
+            batch = batch.pinned()
+        if self._layout is not None and batch.cu_seqlens is not None:
+            batch = replace(batch, layout=self._layout(len(batch.tokens), batch.cu_seqlens))
+        return batch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from parallel_ops.context_parallel.layouts import Layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.settings.section import Count, Positive, Section
 
@@ -23,7 +24,13 @@ def _parallel_fields() -> dict[str, Any]:
 
 
 class _ParallelSettings(Section):
-    """The planner's ``Plan``: a table of its fields, or a string such as ``"dp=2,tp=2,zero=3"``."""
+    """The planner's ``Plan``: a table of its fields, or a string such as ``"dp=2,tp=2,zero=3"``.
+
+    Attributes:
+        cp_layout: Which tokens a rank has, as in ``ring_attention``; the planner has no such field.
+    """
+
+    cp_layout: Layout = "zigzag"
 
     @model_validator(mode="before")
     @classmethod

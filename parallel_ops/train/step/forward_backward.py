@@ -92,6 +92,8 @@ class ForwardBackward(abc.ABC):
         found: dict[str, Any] = {"tokens": batch.tokens, "targets": batch.targets if count else batch.tokens}
         if self._documents:
             found |= {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens}
+        if batch.layout is not None:
+            found["layout"] = batch.layout
         if seed is not None and isinstance(self.model, Transformer):
             found["dropout_seed"] = seed
             found["aux_scale"] = scale
