@@ -1,5 +1,6 @@
 """The configuration of a transformer."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -9,7 +10,10 @@ from parallel_ops.models.rotary_scaling import DynamicScaling, RotaryScaling, Ya
 
 # Fields that can change between phases of training, or from a model's folder: weights stay what they are, but for the
 # table of learned positions.
-REPLACEABLE = ("seq_length", "rotary_base", "rotary_scaling", "window", "dropout", "attention_dropout", "init_std")
+REPLACEABLE = (
+    "seq_length", "rotary_base", "rotary_scaling", "window", "dropout", "attention_dropout", "init_std",
+    "prediction_weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,9 @@ class TransformerConfig:
         latent: latent attention in the place of separate keys and values; see ``LatentAttentionConfig``. ``None`` for
             none. ``num_kv_heads``, ``head_dim`` and norms of queries and keys are then left out.
         experts: layers with experts in the place of the MLP; see ``ExpertsConfig``. ``None`` for none.
+        prediction_layers: layers behind the last that predict the tokens after the next, in training alone; see
+            ``models.prediction``. prediction_weight: factor of the mean of their losses, which is added to the loss
+            (DeepSeek-V3: 0.3 for its first 10T tokens, then 0.1).
         init_std: standard deviation of the initial weights; ``init_std / sqrt(2 num_layers)`` for output projections.
 
     Raises:
@@ -83,6 +90,8 @@ class TransformerConfig:
     tied_embeddings: bool = True
     latent: LatentAttentionConfig | None = None
     experts: ExpertsConfig | None = None
+    prediction_layers: int = 0
+    prediction_weight: float = 0.3
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -109,6 +118,12 @@ class TransformerConfig:
             self._fail(f"window must have a value for each of the {self.num_layers} layers, got {len(self.window)}")
         for window in self.windows:
             self._check_count("window", window, optional=True)
+        if self.prediction_layers != 0:
+            self._check_count("prediction_layers", self.prediction_layers)
+            if self.experts is not None and self.experts.loss_over_model:
+                self._fail("experts.aux_loss_over must be 'layer' with prediction_layers")
+        if not 0 <= self.prediction_weight < math.inf:
+            self._fail(f"prediction_weight must be at least 0 and finite, got {self.prediction_weight}")
 
     def _check_choices(self) -> None:
         for name in ("dropout", "attention_dropout"):
@@ -157,6 +172,11 @@ class TransformerConfig:
         return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
+    def all_layers(self) -> int:
+        """Number of layers, those that predict further tokens included."""
+        return self.num_layers + self.prediction_layers
+
+    @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
         return self.resolved_head_dim if self.latent is None else self.latent.qk_rope_head_dim
@@ -193,7 +213,7 @@ class TransformerConfig:
 
     def window_size(self, number: int) -> tuple[int, int] | None:
         """The window of a layer as ``flash_attention`` counts it: ``(window - 1, 0)``."""
-        window = self.windows[number]
+        window = self.windows[min(number, self.num_layers - 1)]
         return None if window is None else (window - 1, 0)
 
     def _check_count(self, name: str, value: object, *, optional: bool = False) -> None:

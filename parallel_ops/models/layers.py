@@ -14,6 +14,7 @@ from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.prediction import PredictionLayer
 from parallel_ops.models.rotary_scaling import YarnScaling
 from parallel_ops.tensor_parallel.linear.call import Overlap
 
@@ -25,7 +26,7 @@ def layer_of(
     config: TransformerConfig, number: int, *, core_attention: CoreAttention | None, overlap: Overlap,
     grad_reduce: GradReduce, ep_mesh: DeviceMesh | None, cp_group: ProcessGroup | None, **common: Any,
 ) -> ParallelTransformerLayer:  # fmt: skip
-    """Layer ``number`` of a model, counted from 0.
+    """Layer ``number`` of a model, counted from 0; from ``num_layers`` on those that predict further tokens.
 
     Args:
         ep_mesh: see ``ParallelMoE``. cp_group: the ranks that share each sequence.
@@ -52,7 +53,8 @@ def layer_of(
         given = dataclasses.asdict(config.experts)
         options = {name: value for name, value in given.items() if name not in _OF_THE_MODEL}
         mlp = ParallelMoE(config.hidden_size, **options, ep_mesh=ep_mesh, cp_group=cp_group, **init, **common)
-    return ParallelTransformerLayer(
+    kind = PredictionLayer if number >= config.num_layers else ParallelTransformerLayer
+    return kind(
         config.hidden_size,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,

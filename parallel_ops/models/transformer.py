@@ -4,6 +4,7 @@
     x      = layer(x)                                       for each layer, see ``ParallelTransformerLayer``
     logits = W norm(x)                                      W = E when the embeddings are tied
     loss   = mean cross entropy of the logits               in one op with W: no rank has whole logits
+    With ``prediction_layers`` the losses of further tokens are added in training; see ``prediction``.
 
 Parameters are DTensors on the tensor-parallel mesh. Vocabulary, heads and hidden features of the MLP are sharded; with
 ``sequence_parallel`` the residual stream is sharded by tokens too. Context-parallel ranks have whole weights and a part
@@ -32,15 +33,17 @@ from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.auxiliary import auxiliary_losses, with_auxiliary
 from parallel_ops.models.config import TransformerConfig, plain_name
-from parallel_ops.models.context import IGNORE_INDEX, Context
+from parallel_ops.models.context import IGNORE_INDEX, Context, Place
 from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.models.inputs import check_inputs
 from parallel_ops.models.layers import layer_of, normal
 from parallel_ops.models.lora_config import Lora
+from parallel_ops.models.prediction import further
 from parallel_ops.models.rotary_scaling import DynamicScaling, rotary_angles
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.loads import ModelLoads, Place
+from parallel_ops.pipeline_parallel.loads import ModelLoads
+from parallel_ops.pipeline_parallel.loads import Place as PlaceOfLoads
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear.call import Overlap
 
@@ -72,8 +75,9 @@ class Transformer(PretrainedModel):
 
     Attributes:
         tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): those
-            that the stages of a rank do not have are ``None``, or not in ``layers``. With tied embeddings the first and
-            the last stage both have ``tokens``; on two ranks its gradients must be summed over the two.
+            that the stages of a rank do not have are ``None``, or not in ``layers``. With tied embeddings, or layers
+            that predict further tokens, the first and the last stage both have ``tokens``; on two ranks its gradients
+            must be summed over the two.
         lora: the adapters that ``models.lora.add_adapters`` has added; ``None`` for none.
 
     Under torch.distributed.pipelining a stage is a module of its own: delete what it does not have. Without ``tokens``
@@ -151,8 +155,8 @@ class Transformer(PretrainedModel):
             return VocabParallelEmbedding(rows, config.hidden_size, init_method=normal(config.init_std), **common)
 
         first, last, held = self._held()
-        tied = config.tied_embeddings
-        self.tokens: VocabParallelEmbedding | None = table(config.vocab_size) if first or (last and tied) else None
+        tied, shared = config.tied_embeddings, config.tied_embeddings or config.prediction_layers
+        self.tokens: VocabParallelEmbedding | None = table(config.vocab_size) if first or (last and shared) else None
         # Sharded like the vocabulary, so that its gradients are complete however the tokens are split.
         self.positions = table(config.seq_length) if first and config.positions == "learned" else None
         self.layers = nn.ModuleDict(
@@ -161,8 +165,8 @@ class Transformer(PretrainedModel):
                     config, number, core_attention=self._core_attention, overlap=self.overlap,
                     grad_reduce=self.grad_reduce, ep_mesh=self.ep_mesh, cp_group=self.context.group, **common,
                 )
-                for number in range(config.num_layers)
-                if number in held
+                for number in range(config.all_layers)
+                if (number in held if number < config.num_layers else last)
             }
         )  # fmt: skip
         self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **common) if last else None
@@ -178,7 +182,7 @@ class Transformer(PretrainedModel):
     @property
     def block_names(self) -> list[str]:
         """The layers of the whole model."""
-        return [f"layers.{number}" for number in range(self.config.num_layers)]
+        return [f"layers.{number}" for number in range(self.config.all_layers)]
 
     def loads_of_model(self) -> ModelLoads | None:
         """For the pipeline of a model whose auxiliary loss is over all its layers; ``None`` for others."""
@@ -192,12 +196,19 @@ class Transformer(PretrainedModel):
     def stage_blocks(self, stage: int) -> list[nn.Module]:
         """The layers of a stage of this rank."""
         assert self.stages is not None
-        return [self.layers[str(number)] for number in self.stages.layers[stage]]
+        further = self._further if stage == self.stages.count - 1 else ()
+        return [self.layers[str(number)] for number in (*self.stages.layers[stage], *further)]
+
+    @property
+    def _further(self) -> range:
+        """The layers that predict further tokens."""
+        return range(self.config.num_layers, self.config.all_layers)
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The table of tokens that is the head's too, where this rank has it."""
-        return self.tokens.weight if self.config.tied_embeddings and self.tokens is not None else None
+        """The table of tokens that the first and the last stage use, where this rank has it."""
+        shared = self.config.tied_embeddings or self.config.prediction_layers
+        return self.tokens.weight if shared and self.tokens is not None else None
 
     def stream_shape(self, s: int, b: int) -> tuple[int, int, int]:
         """The shape of the residual stream on this rank, of ``b`` sequences of ``s`` tokens."""
@@ -244,7 +255,7 @@ class Transformer(PretrainedModel):
         hidden_states: Tensor | None = None,
         dropout_seed: int | None = None,
         aux_scale: Tensor | float | None = None,
-        aux_loads: Place | None = None,
+        aux_loads: PlaceOfLoads | None = None,
     ) -> Tensor:
         """Logits, or the mean loss if targets are given.
 
@@ -279,7 +290,6 @@ class Transformer(PretrainedModel):
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.
         """
         check_inputs(self, tokens, targets, positions, stage, hidden_states)
-        count = None if targets is None or self.context.ranks == 1 else (targets != IGNORE_INDEX).sum()
         whole = self.tokens is not None or stage is not None
         place = self.context.place(
             tokens.shape[0], whole=whole, device=tokens.device, cu_seqlens=cu_seqlens, layout=layout
@@ -287,8 +297,8 @@ class Transformer(PretrainedModel):
         row_positions = place.positions
         length = self._length(tokens, positions, place.layout)
         positions = place.shard(positions) if positions is not None else row_positions
-        if whole:
-            tokens, targets = place.shard(tokens), None if targets is None else place.shard(targets)
+        shards = place if whole else Place()  # of what every rank was given
+        everyone, tokens = tokens, shards.shard(tokens)
         x = tokens if hidden_states is None else hidden_states
         if self.tokens is not None and hidden_states is None:
             self._seed(dropout_seed, "embeddings", tokens.device)
@@ -298,11 +308,13 @@ class Transformer(PretrainedModel):
             angles, positions = self._angles(x, positions, length)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
         losses = auxiliary_losses(self, aux_scale, aux_loads)
-        for number in self.layers if self.stages is None or stage is None else map(str, self.stages.layers[stage]):
-            self._seed(dropout_seed, number, tokens.device)
-            x = self.layers[number](
-                x, angles, positions=positions, row_positions=row_positions, core_options=options, losses=losses
-            )
+        common: dict[str, Any] = {
+            "positions": positions, "row_positions": row_positions, "core_options": options, "losses": losses
+        }  # fmt: skip
+        held = [n for n in map(int, self.layers) if n < self.config.num_layers]
+        for number in held if self.stages is None or stage is None else self.stages.layers[stage]:
+            self._seed(dropout_seed, str(number), tokens.device)
+            x = self.layers[str(number)](x, angles, **common)
         if self.norm is None or (self.stages is not None and stage != self.stages.count - 1):
             return x
         x = self.norm(x)
@@ -311,12 +323,23 @@ class Transformer(PretrainedModel):
             raise ValueError("Transformer: a stage with norm needs head, or tokens where the embeddings are tied")
         if targets is None:
             return self._logits(x, head)
-        loss = vocab_parallel_linear_cross_entropy(
-            x, head.local_weight(), targets, group=self.group, sequence_parallel=self.sequence_parallel,
-            reduction="mean" if count is None else "sum",
-        )  # fmt: skip
-        loss = loss if count is None else self.context.mean(loss, count)
+        loss = self._loss(x, head, targets, shards)
+        for k, number in enumerate(self._further if self.training else (), 1):
+            assert self.tokens is not None
+            ahead, later = further(everyone, targets, k, cu_seqlens)
+            self._seed(dropout_seed, str(number), tokens.device)
+            x = self.layers[str(number)](x, angles, embedding=self.tokens(shards.shard(ahead)), **common)
+            weight = self.config.prediction_weight / self.config.prediction_layers
+            loss = loss + weight * self._loss(x, head, later, shards)
         return loss if losses is None or aux_scale is not None else with_auxiliary(self, loss, losses)
+
+    def _loss(self, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: Place) -> Tensor:
+        """The mean loss over all ranks of ``context``, of which ``shards`` has this one's part of ``targets``."""
+        loss = vocab_parallel_linear_cross_entropy(
+            x, head.local_weight(), shards.shard(targets), group=self.group, sequence_parallel=self.sequence_parallel,
+            reduction="mean" if self.context.ranks == 1 else "sum",
+        )  # fmt: skip
+        return loss if self.context.ranks == 1 else self.context.mean(loss, (targets != IGNORE_INDEX).sum())
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
         drops = self.config.dropout or self.config.attention_dropout or (self.lora is not None and self.lora.dropout)

@@ -8,7 +8,8 @@ from parallel_ops.planner.model import LatentAttention, Model
 
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
     """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
-    sinks, biases of experts and of attention's output alone, and learned positions beyond the sequence."""
+    sinks, biases of experts and of attention's output alone, layers that predict further tokens, and learned positions
+    beyond the sequence."""
     experts: dict[str, Any] = {}
     if config.experts is not None:
         experts = {

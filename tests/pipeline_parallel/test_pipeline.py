@@ -120,6 +120,17 @@ def test_any_schedule_and_parallelism_equals_one_process(trials):
         agrees(ranks(4).run(staged.step, text, kind, documents), text, kind, documents)
 
 
+def test_layers_that_predict_further_tokens_are_in_the_last_stage():
+    """Where the first stage's table of tokens is too; in a V both are on one rank."""
+    for plan, documents in (
+        ("pp=2,tp=2,sequence_parallel=true,schedule=1f1b,global_batch=3", True),
+        ("pp=2,cp=2,zero=1,schedule=zb-h1,global_batch=2", False),
+        ("pp=2,dp=2,zero=3,recompute=full,schedule=dualpipe-v,virtual_stages=2,global_batch=8", False),
+    ):
+        text = f"{plan},dtype=fp32"
+        agrees(ranks(4).run(staged.step, text, "further", documents), text, "further", documents)
+
+
 def test_replicas_of_what_is_reduced_after_each_micro_batch():
     """The input halves of two micro-batches are reduced together, their weight halves are not."""
     text = "pp=2,dp=2,dp_replicate=2,schedule=zb-h1,global_batch=12,zero=3,dtype=fp32"

@@ -162,4 +162,5 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
         rotary_base=config.rotary_base if config.positions == "rotary" else 10_000.0,
         dropout=0.0,
         experts=None if config.experts is None else config.experts.untrained(),
+        prediction_weight=TransformerConfig.prediction_weight,
     )

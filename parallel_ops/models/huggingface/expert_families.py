@@ -221,11 +221,11 @@ def _read_deepseek(options: Options) -> Options:
         top_groups=options.pop("topk_group", 4),
         selection_bias=True,
     )
-    # Layers behind the last that predict further tokens; the files may have them.
-    for key in ("num_nextn_predict_layers", "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"):
+    further = options.pop("num_nextn_predict_layers", None) or 0
+    for key in ("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"):
         options.pop(key, None)
     options.pop("output_router_logits", None)
-    return read_rotary(options) | {"latent": latent, "experts": experts}
+    return read_rotary(options) | {"latent": latent, "experts": experts, "prediction_layers": further}
 
 
 def _write_deepseek(config: TransformerConfig) -> Options:
@@ -249,6 +249,7 @@ def _write_deepseek(config: TransformerConfig) -> Options:
         "routed_scaling_factor": experts.scale,
         "n_group": experts.groups,
         "topk_group": experts.top_groups,
+        "num_nextn_predict_layers": config.prediction_layers,
     }
 
 
@@ -261,6 +262,10 @@ _DEEPSEEK_LAYER = {
     "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "norm_embedding": "enorm",  # of layers that predict further tokens, as the next three
+    "norm_hidden": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
 }
 _DEEPSEEK_TENSORS = (
     LLAMA_TENSORS
@@ -287,6 +292,7 @@ def deepseek(compressed: bool) -> Family:
         write=_write_deepseek,
         tensors=_DEEPSEEK_TENSORS | {"layers.{}.attention.q.weight": Stored(f"model.layers.{{}}.{q}.weight")},
         constants=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        copies={"embed_tokens.weight": "tokens.weight", "shared_head.head.weight": "head.weight"},
     )
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from parallel_ops.models.config import TransformerConfig
@@ -65,6 +65,7 @@ class Family:
         tensors: where parameters are stored; parameters that a configuration lacks are not in the files.
         prefix: prefix of names, absent in files of the model without its head.
         constants: regular expression of names, without the prefix, of tensors in old files that can be computed.
+        copies: the parameters that the layers which predict further tokens share, by their names in these layers.
     """
 
     architecture: str
@@ -77,6 +78,16 @@ class Family:
     tensors: Mapping[str, Stored]
     prefix: str
     constants: str
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def copies_in(self, config: TransformerConfig) -> dict[str, str]:
+        """The parameters that files have a second time, by the names of their copies."""
+        own = {"head.weight": "tokens.weight"} if config.tied_embeddings else {}
+        return {
+            f"{self.prefix}layers.{number}.{name}": own.get(parameter, parameter)
+            for number in range(config.num_layers, config.all_layers)
+            for name, parameter in self.copies.items()
+        }
 
     def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
         """The pieces of ``parameter``, of the whole ``shape``, and where each is stored.

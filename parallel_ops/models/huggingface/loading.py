@@ -30,6 +30,7 @@ _FLOATING, _FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
 SCALE = "_scale_inv"
 # Fields in which a model may differ from the config.json of its weights: they do not change what the weights are.
 _OF_TRAINING = ("seq_length", "attention_dropout", "init_std")
+_SHARED = {"tokens.weight": "embedding", "head.weight": "output layer"}
 Slices = tuple[slice, ...]
 ShapesOf = Callable[[TransformerConfig], Mapping[str, tuple[int, ...]]]
 
@@ -77,9 +78,31 @@ def config_from_pretrained(folder: str | Path) -> TransformerConfig:
 
 def _config_of(folder: Path, options: dict[str, Any]) -> TransformerConfig:
     try:
-        return config_of(options)
+        config = config_of(options)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} {error}") from error
+    # Transformers, whose models have none, keeps their number in config.json and leaves their tensors out.
+    return (
+        replace(config, prediction_layers=0)
+        if config.prediction_layers and not _has_further(folder, config)
+        else config
+    )
+
+
+def _has_further(folder: Path, config: TransformerConfig) -> bool:
+    """False if the folder has files, but no tensor of layers behind the last."""
+    names: Iterable[str]
+    if (folder / SINGLE).exists():
+        try:
+            with safetensors().safe_open(folder / SINGLE, framework="pt") as opened:
+                names = list(opened.keys())
+        except safetensors().SafetensorError:
+            return True  # which is an error when it is loaded
+    elif (folder / INDEX).exists():
+        names = _read_json(folder / INDEX).get("weight_map") or ()
+    else:
+        return True
+    return any(f"layers.{config.num_layers}." in name for name in names)
 
 
 def check(config: TransformerConfig, folder: Path, shapes_of: ShapesOf) -> None:
@@ -104,8 +127,9 @@ def load(model: Loadable, folder: Path, *, strict: bool) -> None:
         files.check(model.config, model.global_shapes)
         parameters = parameters_of(model)
         slices = {name: _local_slices(t) for name, t in parameters.items()}
-        if model.config.tied_embeddings and "tokens.weight" in parameters:
-            files.check_tied_head(parameters["tokens.weight"], slices["tokens.weight"])
+        for copy, name in files.copies(model.config).items():
+            if name in parameters:
+                files.check_copy(copy, name, parameters[name].shape, slices[name])
         with torch.no_grad():
             for name, t in parameters.items():
                 local = t.to_local() if isinstance(t, DTensor) else t
@@ -143,7 +167,7 @@ class _Files:
 
     def __init__(self, folder: Path, options: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
         self._folder, self._family = folder, family_of(options)
-        self._block = scale_block(options)
+        self._block, self._further = scale_block(options), int(options.get("num_nextn_predict_layers") or 0)
         self._tensors: dict[str, Any] = {}  # safetensors' slices
         index = None if (folder / SINGLE).exists() else _read_index(folder)
         for file in [SINGLE] if index is None else sorted(set(index.values())):
@@ -173,8 +197,11 @@ class _Files:
                 wanted[piece.stored.name] = piece.file_shape(whole)
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
+        copies = self.copies(config)
         for name in self._tensors.keys() - wanted.keys():
-            if (shape_of_more := self._shape_of_more(name, wanted, config)) is not None:
+            if name in copies:
+                wanted[name] = list(shapes[copies[name]])
+            elif (shape_of_more := self._shape_of_more(name, wanted, config)) is not None:
                 wanted[name] = shape_of_more
         for name, shape in wanted.items():
             got, dtype = self._tensors[name].get_shape(), self._tensors[name].get_dtype()
@@ -187,25 +214,34 @@ class _Files:
 
     def _shape_of_more(self, name: str, wanted: Mapping[str, list[int]], config: TransformerConfig) -> list[int] | None:
         """The shape of a tensor that is no parameter; ``None`` for one that can be computed. Raises for any other."""
-        if name == self._head():  # tied embeddings, stored twice
-            return wanted[self._pieces("tokens.weight", [1])[0].stored.name]
         of = wanted.get(name.removesuffix(SCALE), [])
         if name.endswith(SCALE) and self._block is not None and len(of) == 2:
             return [-(-size // n) for size, n in zip(of, self._block, strict=True)]
-        if (layer := re.search(r"layers\.(\d+)\.", name)) and int(layer[1]) >= config.num_layers:
+        if (layer := re.search(r"layers\.(\d+)\.", name)) and int(layer[1]) >= config.all_layers:
+            if int(layer[1]) < config.num_layers + self._further:  # not wanted
+                return list(self._tensors[name].get_shape())
             raise ValueError(
-                f"{self._folder} has {name}, but the model has {config.num_layers} layers: layers that predict "
-                "further tokens (MTP) are not supported; leave them out of the files"
+                f"{self._folder} has {name}, but the model has {config.num_layers} layers, and "
+                f"{config.prediction_layers} that predict further tokens (MTP)"
             )
         if not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
             raise ValueError(f"{self._folder} has {name}, which the model does not have")
         return None
 
-    def check_tied_head(self, tokens: Tensor, slices: Slices) -> None:
-        """Raises ValueError if the files have an output layer that differs from the embedding it is tied to."""
-        head = self._tensors.get(self._head())
-        if head is not None and not torch.equal(head[slices], self.read("tokens.weight", tokens.shape, slices)):
-            raise ValueError(f"{self._folder} has an output layer that differs from the embedding it should be tied to")
+    def copies(self, config: TransformerConfig) -> dict[str, str]:
+        """The parameters that files may have a second time, by the names of their copies."""
+        prefix = self._family.prefix if self._bare else ""
+        copies = {name.removeprefix(prefix): own for name, own in self._family.copies_in(config).items()}
+        return copies | ({self._head(): "tokens.weight"} if config.tied_embeddings else {})
+
+    def check_copy(self, copy: str, parameter: str, shape: torch.Size, slices: Slices) -> None:
+        """Raises ValueError if the files have a copy of a parameter that differs from it."""
+        found = self._tensors.get(copy)
+        if found is not None and not torch.equal(found[slices], self.read(parameter, shape, slices)):
+            what = "an output layer" if copy == self._head() else copy
+            raise ValueError(
+                f"{self._folder} has {what} that differs from the {_SHARED[parameter]} it should be tied to"
+            )
 
     def read(self, parameter: str, shape: torch.Size, slices: Slices) -> Tensor:
         """This rank's slices of a parameter, whose whole shape is ``shape``."""

@@ -53,6 +53,9 @@ def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes
     for name, t in parameters.items():
         for piece in family.pieces(name, t.shape):
             tensors.setdefault(piece.stored.name, []).append((piece, t))
+    copies = family.copies_in(model.config)
+    for copy, name in copies.items():
+        tensors[copy] = [(family.pieces(name, parameters[name].shape)[0], parameters[name])]
     for blocks in tensors.values():
         blocks.sort(key=lambda block: block[0].stored.part)
     sizes = {
@@ -64,6 +67,7 @@ def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes
     _raise_on_all(mesh, writer)
     for file, names in files.items():
         whole = {name: joined(tensors[name], dtype, keep=rank == 0) for name in names}
+        whole |= {name: whole[name].clone() for name in copies.keys() & whole.keys()}  # files share no memory
         if writer is not None:
             writer.do(writer.write_tensors, file, whole)
     if writer is not None:

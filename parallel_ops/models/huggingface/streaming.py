@@ -56,6 +56,8 @@ def write_folder(
     for name, shape in shapes.items():
         for piece in family.pieces(name, shape):
             tensors.setdefault(piece.stored.name, []).append((piece, name))
+    for copy, name in family.copies_in(config).items():
+        tensors[copy] = [(family.pieces(name, shapes[name])[0], name)]
     for blocks in tensors.values():
         blocks.sort(key=lambda block: block[0].stored.part)
     places = {name: blocks[0][0].file_shape(shapes[blocks[0][1]]) for name, blocks in tensors.items()}

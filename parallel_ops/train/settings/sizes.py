@@ -30,7 +30,7 @@ def float8_problems(config: TransformerConfig, tp: int, multiples: dict[str, int
     if not (multiple := multiples.get("linears")):
         return
     for name, linear in linears_of(Transformer(config, device="meta")).items():
-        if not at_the_ends <= int(name.split(".")[1]) < config.num_layers - at_the_ends:
+        if not at_the_ends <= int(name.split(".")[1]) < config.all_layers - at_the_ends:
             continue
         rows, columns = linear.out_features, linear.in_features
         if isinstance(linear, RowParallelLinear):

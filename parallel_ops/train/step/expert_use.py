@@ -22,7 +22,7 @@ def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
     """
     if not isinstance(model, Transformer) or (config := model.config.experts) is None:
         return None
-    layers = model.config.num_layers - config.dense_layers
+    layers = model.config.all_layers - config.dense_layers
     counts = torch.zeros(layers, config.num_experts + 1, dtype=torch.int64, device=device)
     held: dict[int, ParallelMoE] = {}
     for number, layer in model.layers.items():

@@ -33,6 +33,7 @@ CONFIGS = {
     "gpt2": GPT2,
     "untied": dataclasses.replace(GPT2, tied_embeddings=False),
     "dropout": dataclasses.replace(GPT2, dropout=0.2, attention_dropout=0.1),
+    "further": dataclasses.replace(LLAMA, prediction_layers=2),
 }
 # Documents of a row, for models that keep them apart.
 DOCUMENTS = (0, 7, 8, 19, 24)

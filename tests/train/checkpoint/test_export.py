@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ pytest.importorskip("safetensors")
 import safetensors.torch
 
 from parallel_ops import __main__
+from parallel_ops.models import Transformer, config_from_pretrained
 from parallel_ops.models.huggingface import streaming
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.checkpoint.description import read_description, write_description
@@ -86,6 +88,30 @@ def test_a_pipeline_in_several_files_opens_in_transformers(data, tmp_path, monke
     assert want.keys() == got.keys() and all(torch.equal(t, got[name]) for name, t in want.items())
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "got", dtype=torch.float32)
     assert torch.equal(opened.state_dict()["lm_head.weight"], want["lm_head.weight"])
+
+
+def test_layers_that_predict_further_tokens_train_in_any_plan_and_are_exported(data, tmp_path):
+    """With experts whose routers are balanced, those of these layers among them."""
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 16}
+    model = {name: value for name, value in runs.MODELS["experts"].items() if name != "num_kv_heads"}
+    model |= {"latent": latent, "prediction_layers": 1, "prediction_weight": 0.2}
+    folders, losses = [], []
+    for plan in ({}, {"pp": 2, "tp": 2, "schedule": "zb-h1"}, {"dp": 4, "zero": 3}):
+        folder = tmp_path / str(len(folders))
+        settings = runs.settings_of(data, model=model, parallel=plan, checkpoint={"dir": str(folder)})
+        losses.append(ranks(4 if plan else 1).run(runs.steps_of, settings, None, 3)[0])
+        export(folder, folder / "out")
+        folders.append(tensors_in(folder / "out"))
+        config = config_from_pretrained(folder / "out")
+        assert (config.num_layers, config.prediction_layers) == (2, 1)
+        Transformer.from_pretrained(folder / "out")
+    for got, tensors in zip(losses[1:], folders[1:], strict=True):
+        np.testing.assert_allclose(got, losses[0], rtol=1e-4)
+        assert tensors.keys() == folders[0].keys()
+        for name, t in tensors.items():
+            torch.testing.assert_close(t, folders[0][name], rtol=2e-3, atol=2e-4, msg=name)
+    of_routers = [t for name, t in folders[0].items() if name.endswith("2.mlp.gate.e_score_correction_bias")]
+    assert of_routers and of_routers[0].abs().max() > 0
 
 
 END = "<|endoftext|>"
