@@ -105,7 +105,8 @@ def silu_mul_reference(
 ) -> Tensor:
     """The same in plain PyTorch."""
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        # Not clamp: up to torch 2.13 a value at the limit has a gradient, since 2.14 none.
+        gate, up = torch.where(gate > limit, limit, gate), torch.where(up.abs() > limit, up.sign() * limit, up)
     activated = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
     return _weighted(activated * (up if up_offset == 0.0 else up + up_offset), weights)
 

@@ -58,7 +58,7 @@ def test_silu_mul_is_bias_swiglu_of_halves(device):
 
 
 def test_limits_clamp_as_in_gpt_oss(device):
-    """At the limit itself the gradient passes, as through torch.clamp; bias_swiglu clamps what it has added."""
+    """At the limit itself the gradient passes, as in torch.clamp before 2.14; bias_swiglu clamps what it has added."""
     gpt_oss = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
     gate = torch.tensor([7.0, 8.0, -8.0, 1.0, 1.0, 1.0], device=device).requires_grad_()
     up = torch.tensor([7.0, 2.0, 2.0, 7.5, -7.0, -7.5], device=device).requires_grad_()

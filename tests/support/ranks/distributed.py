@@ -158,9 +158,13 @@ def _share_a_device() -> None:
     gloo = distributed_c10d.ProcessGroupGloo
     create, device = gloo.__init__, gloo.create_default_device()
 
-    def create_on_it(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def create_on_it(
+        self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta, **given: Any
+    ) -> None:  # torch 2.14 gives enable_reconfigure too
         options = gloo._Options()
         options._devices, options._timeout, options._threads = [device], timeout, 1
+        for name, value in given.items():
+            setattr(options, name, value)
         create(self, store, rank, size, options)
 
     gloo.__init__ = create_on_it
