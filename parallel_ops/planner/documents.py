@@ -8,6 +8,8 @@ runtime places tokens (``context_parallel/selection.py``).
 import math
 import random
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +17,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from parallel_ops.context_parallel.cost import AttentionShape, counts
+from parallel_ops.context_parallel.group_size import KEY, Grouping, group_documents
 from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.planner.model import Model
 
@@ -63,10 +66,7 @@ def lengths_of(text: str, longest: int) -> tuple[tuple[int, int], ...]:
             found.append(min(int(line), longest))
         if not found:
             raise ValueError(f"--documents: {text} has no lengths")
-        found.sort()
-        if len(found) > _LENGTHS:
-            found = [found[(2 * i + 1) * len(found) // (2 * _LENGTHS)] for i in range(_LENGTHS)]
-        return tuple((length, 1) for length in found)
+        return representative(found)
     lengths = []
     for part in text.split(":"):
         counted = re.fullmatch(r"(\d+)(?:x(\d+))?", part.strip().lower())
@@ -76,13 +76,27 @@ def lengths_of(text: str, longest: int) -> tuple[tuple[int, int], ...]:
     return tuple(lengths)
 
 
+def representative(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """These lengths and their numbers, or as many quantiles as are kept."""
+    found = sorted(lengths)
+    if len(found) > _LENGTHS:
+        found = [found[(2 * i + 1) * len(found) // (2 * _LENGTHS)] for i in range(_LENGTHS)]
+    return tuple((length, 1) for length in found)
+
+
+def with_lengths(model: Model, lengths: tuple[tuple[int, int], ...]) -> Model:
+    """The model with packed documents of these lengths and numbers."""
+    squares, tokens = (sum(count * length**power for length, count in lengths) for power in (2, 1))
+    return replace(model, documents=squares / tokens, lengths=lengths)
+
+
 @lru_cache(maxsize=64)
-def packed(lengths: tuple[tuple[int, int], ...], length: int) -> tuple[tuple[int, ...], ...]:
-    """Documents of sequences of ``length`` tokens: drawn, concatenated and cut. The same for the same arguments."""
+def packed(lengths: tuple[tuple[int, int], ...], length: int, count: int = _SEQUENCES) -> tuple[tuple[int, ...], ...]:
+    """Documents of ``count`` or fewer sequences of ``length`` tokens: drawn, concatenated and cut, always the same."""
     generator = random.Random(0)
     sizes, numbers = zip(*lengths, strict=True)
     out = []
-    for _ in range(max(2, min(_SEQUENCES, _TOKENS // length))):
+    for _ in range(max(2, min(count, _TOKENS // length))):
         own: list[int] = []
         left = length
         while left:
@@ -101,18 +115,46 @@ def shares(model: Model, ranks: int) -> Shares | None:
     """The shares of a ring over ``ranks``; ``None`` where lengths of documents are not known or nothing is shared."""
     if not model.lengths or ranks == 1:
         return None
-    window = (model.window - 1, 0) if model.window and not model.full_every else (-1, -1)
     taken, figures = [], []
     for documents in packed(model.lengths, model.seq_length):
-        shape = AttentionShape(
-            length=model.seq_length, ranks=ranks, batch=1, heads=1, kv_heads=1, head_dim=model.head_dim, itemsize=2,
-            window_size=window, documents=documents,
-        )  # fmt: skip
-        layout = select_layout([(1, shape)], None, None).cp_layout
+        shape, layout = _placed(model, documents, ranks)
         taken.append(layout if layout in ("zigzag", "contiguous") else "balanced")
         figures.append([*_figures(shape, layout), *_figures(shape, "zigzag")])
     uneven, sent, *zigzag = (sum(column) / len(column) for column in zip(*figures, strict=True))
     return Shares(max(set(taken), key=taken.count), uneven, sent, (zigzag[0], zigzag[1]))
+
+
+@lru_cache(maxsize=256)
+def _placed(model: Model, documents: tuple[int, ...], ranks: int) -> tuple[AttentionShape, str]:
+    """The attention of a sequence, and the layout that the runtime takes for it."""
+    window = (model.window - 1, 0) if model.window and not model.full_every else (-1, -1)
+    shape = AttentionShape(
+        length=model.seq_length, ranks=ranks, batch=1, heads=1, kv_heads=1, head_dim=model.head_dim, itemsize=2,
+        window_size=window, documents=documents,
+    )  # fmt: skip
+    return shape, select_layout([(1, shape)], None, None).cp_layout
+
+
+def pair_work(model: Model) -> float:
+    """Work of a visible pair, in that of a token outside of attention: FLOPs forward and backward."""
+    attention = model.num_layers * model.attention_flops
+    return 3.5 * attention / model.seq_length / (3 * (model.forward_flops - attention))
+
+
+def grouped(model: Model, ranks: int, rows: int) -> tuple[float, Grouping] | None:
+    """Load of the most loaded rank, of the mean, with ``rows`` sequences over ``ranks`` each, and with groups by length
+    over as many ranks, of drawn sequences; ``None`` without lengths of documents, or for one rank."""
+    if not model.lengths or rows * ranks == 1:
+        return None
+    drawn = packed(model.lengths, model.seq_length, rows)[:rows]
+    pair, loads, whole = pair_work(model), [], 0.0
+    for documents in drawn:
+        whole += sum(n + pair * n * (n + 1) / 2 for n in documents)
+        shape, layout = _placed(model, documents, ranks)
+        areas, rows_sent = counts(replace(shape, cp_layout=layout), 1)
+        loads.append(model.seq_length / ranks + pair * max(areas) + KEY * max(map(sum, rows_sent)))
+    found = group_documents([n for documents in drawn for n in documents], len(drawn) * ranks, pair=pair)
+    return max(loads) * len(drawn) * ranks / whole, found
 
 
 def _figures(shape: AttentionShape, layout: str) -> tuple[float, float]:
@@ -123,8 +165,8 @@ def _figures(shape: AttentionShape, layout: str) -> tuple[float, float]:
     return max(areas) * shape.ranks / sum(areas), max(exchanged) / whole
 
 
-def describe(model: Model, ranks: int) -> str:
-    """Two sentences on what packing costs; empty without lengths of documents."""
+def describe(model: Model, ranks: int, rows: int = 1) -> str:
+    """What packing costs, with ``ranks`` a sequence and ``rows`` sequences at once; empty without lengths."""
     if not model.lengths:
         return ""
     each = sum(map(len, packed(model.lengths, model.seq_length))) / len(packed(model.lengths, model.seq_length))
@@ -132,11 +174,19 @@ def describe(model: Model, ranks: int) -> str:
         f"Documents: {each:,.0f} a sequence, the average token in one of {model.documents:,.0f}, so attention takes "
         f"{model.documents / model.seq_length:.1%} of that over whole sequences."
     )
-    found = shares(model, ranks)
-    if found is None:
-        return text
-    return (
-        f"{text} Over {ranks} ranks of a sequence the most loaded has {found.uneven:.2f} of the mean area and sends "
-        f"{found.sent:.0%} of a full ring ({found.layout} tokens); zigzag {found.zigzag[0]:.2f} and "
-        f"{found.zigzag[1]:.0%}."
-    )
+    if found := shares(model, ranks):
+        text += (
+            f" Over {ranks} ranks of a sequence the most loaded has {found.uneven:.2f} of the mean area and sends "
+            f"{found.sent:.0%} of a full ring ({found.layout} tokens); zigzag {found.zigzag[0]:.2f} and "
+            f"{found.zigzag[1]:.0%}."
+        )
+    if both := grouped(model, ranks, rows):
+        fixed, groups = both
+        sizes = Counter(group.size for group in groups.groups)
+        kinds = ", ".join(f"{sizes[size]} of {size}" for size in sorted(sizes))
+        text += (
+            f" Groups by length over {sum(group.size for group in groups.groups)} ranks ({kinds}): the most loaded has "
+            f"{groups.load:.2f} of the mean work instead of {fixed:.2f}, so it takes {groups.load / fixed:.0%} "
+            f"of the time."
+        )
+    return text

@@ -6,7 +6,7 @@ import pytest
 
 from parallel_ops.planner import Plan, communication, estimate, presets
 from parallel_ops.planner.cli import inputs
-from parallel_ops.planner.documents import describe, lengths_of, packed, shares
+from parallel_ops.planner.documents import describe, grouped, lengths_of, packed, shares
 
 LLAMA = replace(presets.model("llama3-8b"), seq_length=32768)
 
@@ -57,6 +57,14 @@ def test_the_most_loaded_rank_is_waited_for():
     text = describe(model, 8)
     assert f"has {found.uneven:.2f} of the mean area" in text and f"zigzag {found.zigzag[0]:.2f}" in text
     assert describe(LLAMA, 8) == "" and "ranks" not in describe(model, 1)
+
+
+def test_groups_by_length_save_what_the_most_loaded_rank_waits():
+    model = inputs.documents(LLAMA, "lognormal:512:1.5")
+    fixed, groups = grouped(model, 2, 8)
+    assert sum(group.size for group in groups.groups) == 16 and 1 <= groups.load < 1.1 < fixed
+    assert f"has {groups.load:.2f} of the mean work instead of {fixed:.2f}" in describe(model, 2, 8)
+    assert grouped(LLAMA, 2, 8) is grouped(model, 1, 1) is None
 
 
 def test_the_planner_counts_the_keys_of_documents():

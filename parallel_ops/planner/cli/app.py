@@ -119,7 +119,7 @@ def plan_command(
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
-    if text := describe(shape, best.plan.cp):
+    if text := describe(shape, best.plan.cp, best.plan.dp):
         console.print(f"\n{text}", highlight=False)
     console.print(f"\n{tables.whose_times(shown)}", highlight=False)
     if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
@@ -181,7 +181,7 @@ def estimate_command(
         sys.exit(0 if problem is None else NO)
     console = _console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
-    if text := describe(shape, found.plan.cp):
+    if text := describe(shape, found.plan.cp, found.plan.dp):
         console.print(f"{text}\n", highlight=False)
     for part in (
         tables.summary(found),
