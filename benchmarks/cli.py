@@ -26,6 +26,7 @@ COMMANDS = {
     "expert_exchange": ("parallel.expert_exchange", "how much experts in groups hide of the messages between them"),
     "host_time": ("host.host_time", "the host's time of calls on a GPU, without one"),
     "huggingface": ("training.huggingface", "models of Transformers, stock and with the ops"),
+    "layouts": ("parallel.layouts", "area and keys sent of the layouts of context parallelism"),
     "moe": ("training.moe", "a layer of experts beside Transformers' and its products alone"),
     "overlap": ("parallel.overlap", "how much the overlapped linears hide"),
     "pipeline": ("parallel.pipeline", "idle time and throughput of pipeline schedules"),

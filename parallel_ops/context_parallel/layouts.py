@@ -89,18 +89,40 @@ class SequenceLayout:
         if not shapes or len(shapes[0]) != 2 or shapes[0][0] != 2 or len(set(shapes)) > 1:
             raise ValueError(f"SequenceLayout.balanced: masks must be ranges [2, length] of one length, got {shapes}")
         length = shapes[0][1]
+        cls(length, ranks)  # checks ranks
         for number, mask in enumerate(masks):
             if wrong := range_error(mask, length):
                 raise ValueError(f"SequenceLayout.balanced: masks[{number}]: {wrong}")
-        from parallel_ops.context_parallel.placement import balanced  # needs numpy
-
-        cls(length, ranks)  # checks ranks
-        return cls(length, ranks, balanced([mask.numpy() for mask in masks], ranks, weights=weights))
+        return _balanced(masks, ranks, weights)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens on each rank; they differ by at most one."""
         return lengths(self.cp_layout, self.length, self.ranks)
+
+    def area(self, mask: Tensor) -> list[int]:
+        """The number of visible (query, key) pairs of each rank's queries: its work in attention.
+
+        Args:
+            mask: ranges of all queries, int ``[2, length]`` on the CPU.
+        """
+        from parallel_ops.context_parallel.placement import area  # needs numpy
+
+        return [int(n) for n in area(mask.numpy(), self.cp_layout, self.ranks)]
+
+    def rows_sent(self, mask: Tensor) -> list[list[int]]:
+        """The tokens whose keys and values a rank sends to another in the forward of a ring, ``[source][target]``.
+
+        Args:
+            mask: ranges of all queries, int ``[2, length]`` on the CPU.
+
+        Raises:
+            ValueError: the layout is striped, which sends nearly all.
+        """
+        from parallel_ops.context_parallel.placement import rows_sent  # needs numpy
+
+        found: list[list[int]] = rows_sent(mask.numpy(), self.cp_layout, self.ranks).tolist()
+        return found
 
     def positions(
         self, rank: int, *, cu_seqlens: Tensor | None = None, device: torch.device | str | None = None
@@ -201,7 +223,13 @@ def _cut_layout(ranges: Tensor, ranks: int, cuts: tuple[Cut, ...]) -> SequenceLa
     for left, right, _ in cuts:
         first = ranges[0] if left is None else ranges[0].maximum(places - left)
         masks.append(torch.stack([first, ranges[1] if right is None else ranges[1].minimum(places + right)]))
-    return SequenceLayout.balanced(masks, ranks, weights=[weight for *_, weight in cuts])
+    return _balanced(masks, ranks, [weight for *_, weight in cuts])
+
+
+def _balanced(masks: Sequence[Tensor], ranks: int, weights: Sequence[int] | None) -> SequenceLayout:
+    from parallel_ops.context_parallel.placement import balanced  # needs numpy
+
+    return SequenceLayout(masks[0].shape[1], ranks, balanced([mask.numpy() for mask in masks], ranks, weights=weights))
 
 
 def _of(length: int, ranks: int, cp_layout: "str | SequenceLayout") -> SequenceLayout:

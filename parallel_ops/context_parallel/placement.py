@@ -23,6 +23,8 @@ Ints = NDArray[np.int64]
 
 # Largest area over the mean at which no finer level is tried, and rounds of swaps in a level.
 _GOOD, _ROUNDS = 1.01, 100
+# Chunks times ranks up to which several placements are compared by bytes.
+_COMPARED = 4096
 
 
 def balanced(masks: Sequence[Any], ranks: int, *, weights: Sequence[int] | None = None) -> str:
@@ -39,20 +41,30 @@ def balanced(masks: Sequence[Any], ranks: int, *, weights: Sequence[int] | None 
     chunks = balanced_chunks(length, ranks)
     areas = np.zeros(chunks, np.int64)
     size = length // chunks
-    for weight, mask in zip(weights or [1] * len(masks), masks, strict=True):
+    weights = weights or [1] * len(masks)
+    for weight, mask in zip(weights, masks, strict=True):
         if size:
             areas += weight * _counts(mask[:, : size * chunks]).reshape(chunks, size).sum(1, dtype=np.int64)
-    limit, best, owners = _GOOD * areas.sum() / ranks, None, np.zeros(0, np.int64)
-    level = ranks
+    limit, best, owners, level = int(_GOOD * areas.sum() / ranks), None, np.zeros(0, np.int64), ranks
     while level <= chunks:
         units = areas.reshape(level, -1).sum(1)
         least = np.partition(units, level // ranks - 1)[: level // ranks - 1].sum()
         if units.max() + least <= limit or level == chunks:
-            members, largest = _swapped(units, ranks, limit)
-            if best is None or largest < best:
-                best, owners = largest, np.empty(level, np.int64)
-                owners[members] = np.arange(ranks)[:, None]
-            if best <= limit:
+            # Bytes are compared where that takes less time than the rest.
+            compared = level > ranks and level * ranks <= _COMPARED
+            for members in _starts(units, ranks)[: 3 if compared else 1]:
+                largest = _swap(members, units, limit)
+                found = np.empty(level, np.int64)
+                found[members] = np.arange(ranks)[:, None]
+                rows = 0
+                if compared:
+                    rows = sum(
+                        weight * int(rows_sent(mask, layout_of(found.tolist()), ranks).sum())
+                        for weight, mask in zip(weights, masks, strict=True)
+                    )
+                if best is None or (max(largest, limit), rows) < best:
+                    best, owners = (max(largest, limit), rows), found
+            if best is not None and best[0] <= limit:
                 break
         level *= 2
     return layout_of(np.repeat(owners, chunks // len(owners)).tolist())
@@ -118,13 +130,22 @@ def _counts(ranges: Any) -> NDArray[np.int32]:
     return np.maximum(counts, 0, out=counts)
 
 
-def _swapped(areas: Ints, ranks: int, limit: float) -> tuple[Ints, int]:
-    """The units of each rank, ``[ranks, units]``, and the largest area of a rank.
+def _starts(units: Ints, ranks: int) -> list[Ints]:
+    """Units of each rank, ``[ranks, units]``, to begin with: adjacent ones, in a zigzag, and in one by their area."""
+    number = np.arange(len(units))
+    snake = number.reshape(-1, ranks).copy()
+    snake[1::2] = snake[1::2, ::-1]
+    order = np.argsort(-units, kind="stable")
+    return [number.reshape(ranks, -1), np.sort(snake.T, axis=1), np.sort(order[snake].T, axis=1)]
+
+
+def _swap(members: Ints, areas: Ints, limit: float) -> int:
+    """Swaps units between ranks, ``members`` in place; returns the largest area of a rank.
 
     Ranks with most work swap units with those that have least, in pairs, each the two units that even the pair out
     best. If the rank with most finds none, it looks at all others.
     """
-    members = np.arange(len(areas)).reshape(ranks, -1)
+    ranks = len(members)
     own = areas[members]
     count = members.shape[1]
     for _ in range(_ROUNDS):
@@ -149,4 +170,4 @@ def _swapped(areas: Ints, ranks: int, limit: float) -> tuple[Ints, int]:
         heavy, light = np.broadcast_to(heavy, better.shape)[better], light[better]
         members[heavy, x], members[light, y] = members[light, y], members[heavy, x]
         own[heavy, x], own[light, y] = own[light, y], own[heavy, x]
-    return members, int(own.sum(1).max())
+    return int(own.sum(1).max())
