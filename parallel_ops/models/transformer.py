@@ -180,6 +180,12 @@ class Transformer(PretrainedModel):
         return 0 in own, self.stages.count - 1 in own, self.stages.layers_on(self.pp_rank)
 
     @property
+    def draws(self) -> bool:
+        """Training draws random numbers, for dropout."""
+        rates = self.config.dropout, self.config.attention_dropout, 0.0 if self.lora is None else self.lora.dropout
+        return any(rates)
+
+    @property
     def block_names(self) -> list[str]:
         """The layers of the whole model."""
         return [f"layers.{number}" for number in range(self.config.all_layers)]
@@ -342,8 +348,7 @@ class Transformer(PretrainedModel):
         return loss if self.context.ranks == 1 else self.context.mean(loss, (targets != IGNORE_INDEX).sum())
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
-        drops = self.config.dropout or self.config.attention_dropout or (self.lora is not None and self.lora.dropout)
-        if seed is None or not self.training or not drops:
+        if seed is None or not self.training or not self.draws:
             return
         key = hashlib.blake2b(f"{seed} {part}".encode(), digest_size=7).digest()
         seed_generators(int.from_bytes(key, "little"), device)

@@ -104,7 +104,7 @@ def parallelize(
         Experts: expert_precision or precision,
     }
     _use_float8(model, names, plan, wanted, emulated, float8_bf16_blocks)
-    recompute(model, names, plan.recompute, every=recompute_every)
+    recompute(model, names, plan.recompute, every=recompute_every, draws=getattr(model, "draws", True))
     # A plain attribute, also of a model that has no such field.
     object.__setattr__(model, "activation_offload", offload_activations(
         model, names, activation_offload, in_flight=offload_in_flight, least_bytes=offload_least_bytes

@@ -37,13 +37,14 @@ _OURS = (
 _SENDING = ("_c10d_functional", "c10d")
 
 
-def recompute(model: nn.Module, names: Sequence[str], kind: str, *, every: int = 1) -> None:
+def recompute(model: nn.Module, names: Sequence[str], kind: str, *, every: int = 1, draws: bool = True) -> None:
     """Wraps blocks of a model in place. Names of parameters in ``state_dict`` do not change.
 
     Args:
         names: Names of the blocks, as in ``model.named_modules()``.
         kind: One of ``KINDS``.
         every: Recompute every n-th block.
+        draws: Blocks draw random numbers: keeps the state of the generators, which no CUDA graph can capture.
 
     Raises:
         ValueError: ``kind`` is unknown, or ``every`` is below 1.
@@ -59,7 +60,7 @@ def recompute(model: nn.Module, names: Sequence[str], kind: str, *, every: int =
             if isinstance(module, Experts):
                 module.recompute = True
         return
-    options: dict[str, Any] = {"checkpoint_impl": CheckpointImpl.NO_REENTRANT}
+    options: dict[str, Any] = {"checkpoint_impl": CheckpointImpl.NO_REENTRANT, "preserve_rng_state": draws}
     if kind == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for name in names[::every]:
