@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.distributed.compat import capturing
 from parallel_ops.comm import primitives
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.planner.schedules.action import Action
@@ -157,7 +158,7 @@ class Messages:
             part = torch.cat([part.reshape(-1), self._rider.leaving(key).to(torch.int64).view(self._dtype)])
         self._leaving.append((self.link.send(part, peer, key), part))
         self.bytes_sent, self.sent = self.bytes_sent + part.nbytes, self.sent + 1
-        while self._leaving and self._leaving[0][0].is_completed():
+        while self._leaving and not capturing(part) and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
     def receive(self, key: Key) -> Tensor:

@@ -72,6 +72,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def capturing(t: Tensor) -> bool:
+    """True while a CUDA graph captures the current stream of a tensor's device: the host must query no event."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @contextlib.contextmanager
 def suspended_modes() -> Iterator[Sequence[Any]]:
     """Dispatch modes, such as those of selective recomputation, see nothing of what runs in the block."""

@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from parallel_ops._internal.distributed.compat import current_raw_stream
+from parallel_ops._internal.distributed.compat import capturing, current_raw_stream
 
 T = TypeVar("T")
 
@@ -68,7 +67,7 @@ def _changes_unseen(t: Tensor) -> bool:
     of fake ones, and of a graph that is being captured."""
     if type(t) is not Tensor or t.is_inference():
         return True
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return capturing(t)
 
 
 def _stream(t: Tensor) -> int:
