@@ -11,9 +11,9 @@
 #   3  machine build tests sanitizer gains attention memory host_time     every op on this GPU; what experimental
 #      features gain; speed
 #
-# Other steps: counters (ncu), compile, models, overlap. Any can be named in STEPS instead, and NAME_LIMIT sets the seconds
-# of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not keep the next from running; the exit status
-# is then 1.
+# Other steps: counters (ncu), compile, models, overlap, graphs (steps eager and replayed). Any can be named in STEPS
+# instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not
+# keep the next from running; the exit status is then 1.
 #
 # Ranks of the first two calls are processes on one GPU, which NCCL allows from 2.30 on. Where torch has an older one,
 # NCCL_SOURCE names an archive of its sources (github.com/NVIDIA/nccl, 1.4 MB), which the step nccl builds for this GPU
@@ -56,7 +56,7 @@ declare -A limits=(
   [machine]=20 [build]=90 [nccl]=150 [pipelines]=240
   [parallel]=90 [beside]=70 [kernels]=60
   [tests]=130 [sanitizer]=40 [gains]=30 [attention]=80 [memory]=40 [host_time]=30
-  [counters]=60 [compile]=100 [models]=110 [overlap]=50
+  [counters]=60 [compile]=100 [models]=110 [overlap]=50 [graphs]=60
 )
 failed=0
 verdicts=()
@@ -177,6 +177,7 @@ for name in $steps; do
     models)
       step models "$python" -m benchmarks huggingface --large --dtype bfloat16 --batch 2 --compiled --liger
       ;;
+    graphs) step graphs "$python" -m benchmarks.gpu_session.capture ;;
     overlap) step overlap "$python" -m benchmarks overlap --device cuda --model llama-70b --output "$output" ;;
     *)
       echo "unknown step $name" >&2

@@ -2,18 +2,27 @@
 
 Two models of the same weights train on the same batches, one in eager mode and one by replays of its graph, forward,
 backward and AdamW. Their losses must be the same bits: every kernel adds in an order that the shapes set. What both
-take a step is printed. Exits with 1 where losses differ.
+take a step is printed. Exits with 1 where losses differ. The same is printed of the trainer, with ``run.cuda_graph``
+and without, whose losses may differ by the rounding of learning rates.
 """
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.train import Trainer
+from parallel_ops.train.config import Settings
 
 STEPS, _WARMUP = 5, 3
+_TINY = {"num_layers": 1, "hidden_size": 32, "seq_length": 32}
+# Of losses of bf16 runs whose learning rates are fp32 or fp64, assumed.
+_ROUNDING = 1e-2
 
 
 def config() -> TransformerConfig:
@@ -81,6 +90,34 @@ def replayed_losses(device: torch.device, dtype: torch.dtype) -> tuple[list[floa
     return losses, (time.perf_counter() - start) / STEPS
 
 
+def losses_of_run(kind: str, cuda_graph: str | bool) -> tuple[list[float], float]:
+    """Losses of the trainer's steps, and seconds of the fastest of the last."""
+    size = {"num_layers": 4, "hidden_size": 512, "seq_length": 512} if kind == "cuda" else _TINY
+    model = {"vocab_size": 4096, "num_heads": 8, "norm": "rms_norm", "activation": "swiglu", "positions": "rotary"}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "tokens.bin")
+        np.random.default_rng(1).integers(4096, size=200_000).astype("uint16").tofile(data)
+        settings = Settings.model_validate({
+            "run": {"device": kind, "cuda_graph": cuda_graph, "steps": _WARMUP + 1 + STEPS},
+            "model": {"bias": False, **model, **size}, "data": {"paths": [str(data)]},
+            "parallel": {"global_batch": 4, "micro_batch": 2},
+        })  # fmt: skip
+        with Trainer(settings) as trainer:
+            if cuda_graph and kind == "cuda" and trainer.eager_reason is not None:
+                raise ValueError(f"nothing was captured: {trainer.eager_reason}")
+            steps = [trainer.step() for _ in range(settings.run.steps)]
+    return [step.loss for step in steps], min(step.seconds for step in steps[-STEPS:])
+
+
+def compare_runs(kind: str) -> None:
+    """Raises if losses of the trainer's steps by a graph are not those of eager steps, but for rounding."""
+    eager, graphed = (losses_of_run(kind, cuda_graph) for cuda_graph in (False, "step"))
+    for name, (losses, seconds) in (("eager", eager), ("graph" if kind == "cuda" else "no graph", graphed)):
+        print(f"trainer, {name:8} {[round(x, 5) for x in losses]}, {1e3 * seconds:.2f} ms a step")
+    if any(abs(x - y) > _ROUNDING * abs(x) for x, y in zip(eager[0], graphed[0], strict=True)):
+        raise ValueError("losses by run.cuda_graph differ")
+
+
 def main(dtype: torch.dtype = torch.bfloat16) -> int:
     device = torch.device("cuda")
     # Attention by this package's kernels: torch's backwards add by atomics, in another order each time.
@@ -90,6 +127,8 @@ def main(dtype: torch.dtype = torch.bfloat16) -> int:
     print(f"eager    {[round(x, 5) for x in eager]}, {1e3 * eager_seconds:.2f} ms a step")
     print(f"replayed {[round(x, 5) for x in replayed]}, {1e3 * seconds:.2f} ms a step")
     print("the same bits" if eager == replayed else "THEY DIFFER")
+    torch.use_deterministic_algorithms(False)
+    compare_runs("cuda")
     return int(eager != replayed)
 
 

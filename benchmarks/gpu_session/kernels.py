@@ -120,6 +120,11 @@ def captured_step(rank: int, size: int, kind: str, store: str) -> None:
         raise ValueError("replayed losses differ")
 
 
+def captured_training_step(rank: int, size: int, kind: str, store: str) -> None:
+    """Steps of the trainer by ``run.cuda_graph`` have the losses of its eager steps."""
+    capture.compare_runs(kind)
+
+
 def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
     """Launches that are repeated: on other streams, with addresses of other alignment and with other sizes."""
     with experimental.enabled("remembered_launches"):
@@ -163,5 +168,6 @@ PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
     "grouped products": experts,
     "fp32 weight gradients": weight_gradients,
     "captured step": captured_step,
+    "captured training step": captured_training_step,
     "repeated launches": repeated_launches,
 }

@@ -164,6 +164,8 @@ PATHS: tuple[GpuPath, ...] = (
     ),
     GpuPath("graphs", "a step in a CUDA graph", "`torch.cuda.graph` of one's own", False, proofs=("captured step",),
             recorded="H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); changed since"),
+    GpuPath("graphs", "the trainer's step in a CUDA graph", '`run.cuda_graph = "step"`', False, "torch (`CUDAGraph`)",
+            proofs=("captured training step",), evidence="a stand-in of CUDA's captures and replays, on CPUs"),
     *(_schedule(name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")),
     _parallel(
         "tensor and sequence parallelism", "`tp`", "tensor parallelism", "all_gather_linear", "column_parallel_linear",

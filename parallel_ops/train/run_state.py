@@ -50,6 +50,7 @@ class RunState(abc.ABC):
         origin: The checkpoint from which the run was resumed, if it was named.
         wandb_run: Id of the run at Weights & Biases, on rank 0; ``None`` before it has one.
         own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
+        eager_reason: Why ``run.cuda_graph`` captures nothing; ``None`` if it does, or is off.
     """
 
     settings: "Settings"
@@ -73,6 +74,7 @@ class RunState(abc.ABC):
     wandb_run: str | None
     origin: str | None
     own_base: bool
+    eager_reason: str | None
 
     @abc.abstractmethod
     def step(

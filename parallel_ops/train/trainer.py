@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
@@ -36,6 +36,8 @@ from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
 from parallel_ops.train.step.expert_use import expert_use
 from parallel_ops.train.step.forward_backward import forward_backward_of
+from parallel_ops.train.step.graph import StepGraph, eager_reason
+from parallel_ops.train.step.inputs import StepInputs
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
 
@@ -60,6 +62,7 @@ class Trainer(RunState):
         saved_step: Step of the newest checkpoint of this run, or of the one that it was resumed from; -1 for none.
         origin: The checkpoint from which the run was started, as checkpoints record it; ``None`` for none.
         own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
+        eager_reason: Why ``run.cuda_graph`` captures nothing; ``None`` if it does, or is off.
 
     Raises:
         ValueError: The settings do not fit the mesh, or the data cannot be read. OSError: From the file system.
@@ -103,6 +106,9 @@ class Trainer(RunState):
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
             split=settings.splits_backward,
         )  # fmt: skip
+        self.eager_reason = eager_reason(settings, self.model, self.device) if settings.run.cuda_graph else None
+        captures = settings.run.cuda_graph and self.eager_reason is None
+        self.graph = StepGraph(self.optimizer, self.device) if captures else None
         self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
         self._refresh_data()
@@ -117,6 +123,8 @@ class Trainer(RunState):
         mesh is the caller's: see ``ParallelMesh.close``.
         """
         self._release()
+        if self.graph is not None:
+            self.graph.reset()
         if self.writers is not None:
             dist.destroy_process_group(self.writers)
             self.writers = None
@@ -179,16 +187,15 @@ class Trainer(RunState):
         counts, targets, divisor = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
         shares = [count / divisor for count in counts]
         # Data-parallel ranks take the mean of their gradients.
+        factors = [share * (self.mesh.size("dp") * scale) for share in shares]
+        given = StepInputs(batches, counts, shares, factors, seeds, scale)
+        compute = functools.partial(self._compute, what=what, slow=slow)
+        self.activity(f"{what}, forward, backward and update", slow=slow)
         with noted(self.activity):
-            factor = self.mesh.size("dp") * scale
-            total = self.forward_backward.run(batches, shares, counts, factor, seeds, what, slow=slow)
-        self.activity(f"{what}, update", slow=slow)
-        total_norm = self.forward_backward.total_norm()
-        norm = update(self.optimizer, settings.optimizer.grad_clip, scale, total_norm=total_norm)
+            total, norm, use = compute(given) if self.graph is None else self.graph.step(given, compute)
         self._stepped, self.evaluation_loss = True, None
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
-        use = expert_use(self.model, self.device)
         found, grad_norm, without_target, stop, unsaved, *of_experts = reduce_results(
             total, norm, targets, stop_signal(), failed(), self.mesh, use
         )  # fmt: skip
@@ -198,6 +205,14 @@ class Trainer(RunState):
             without_target=without_target, save_failed=unsaved,
             experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
         )  # fmt: skip
+
+    def _compute(self, given: StepInputs, what: str, slow: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's share of the loss, the gradient norm and the use of experts: all that a CUDA graph computes."""
+        total = self.forward_backward.run(given, what, slow=slow)
+        self.activity(f"{what}, update", slow=slow)
+        total_norm = self.forward_backward.total_norm()
+        norm = update(self.optimizer, self.settings.optimizer.grad_clip, given.scale, total_norm=total_norm)
+        return total, norm, expert_use(self.model, self.device)
 
     def _refresh_data(self) -> None:
         """Lists growing folders where the next two steps, of which one is read ahead, need it."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel_ops._internal.command_line import terminal_console
-from parallel_ops.train.report import description
+from parallel_ops.train.report import description, outputs
 from parallel_ops.train.report.throughput import peak_share
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Progress:
         if self.trainer.rank == 0:
             print(description.text(description.start_lines(self.trainer)), flush=True)
             evaluation = self.trainer.evaluation
+            if (reason := self.trainer.eager_reason) is not None:
+                outputs.warn(f"run.cuda_graph: steps are not captured: {reason}")
             for warning in description.warnings(
                 self.trainer.samples, None if evaluation is None else evaluation.samples
             ):

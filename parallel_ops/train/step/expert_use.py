@@ -1,5 +1,7 @@
 """How evenly the experts of a model were used in a step, and the bias that balances them."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,6 +45,6 @@ def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
             update_selection_bias(moe.router.selection_bias, loads[row], config.balance_rate)
     total = loads.sum(1, keepdim=True).clamp(min=1).double()
     shares = loads / total
-    entropy = -torch.xlogy(shares, shares).sum(1) / torch.log(torch.tensor(max(2.0, config.num_experts)))
+    entropy = -torch.xlogy(shares, shares).sum(1) / math.log(max(2, config.num_experts))
     dropped = counts[:, -1].sum() / loads.sum().clamp(min=1)
     return torch.stack([shares.max() * config.num_experts, entropy.mean(), dropped])

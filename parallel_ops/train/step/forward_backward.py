@@ -20,6 +20,7 @@ from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.watchdog import Activity
 from parallel_ops.train.offload import ActivationOffload
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
+from parallel_ops.train.step.inputs import StepInputs
 
 _TEXTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 
@@ -45,15 +46,10 @@ class ForwardBackward(abc.ABC):
         self.autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
 
     @abc.abstractmethod
-    def run(
-        self, batches: Sequence[Batch], shares: Sequence[Tensor | float], counts: Sequence[int], scale: float,
-        seeds: Sequence[int], what: str, *, slow: bool,
-    ) -> Tensor:  # fmt: skip
+    def run(self, given: StepInputs, what: str, *, slow: bool) -> Tensor:
         """Computes gradients, complete over all ranks.
 
         Args:
-            shares: Share of each micro-batch in the loss of the step. counts: Its number of targets.
-            scale: Factor of the gradients. seeds: Dropout seed of each micro-batch.
             what, slow: Text and limit of the activities.
 
         Returns:
@@ -85,41 +81,37 @@ class ForwardBackward(abc.ABC):
         return None
 
     def _inputs(
-        self, batch: Batch, count: int, seed: int | None = None, scale: Tensor | float | None = None
+        self, batch: Batch, count: int, seed: int | None = None, factor: Tensor | float | None = None
     ) -> dict[str, Any]:
-        """Arguments of the model. ``seed``, ``scale``: of dropout and of gradients, in training."""
+        """Arguments of the model. ``seed``, ``factor``: of dropout and of gradients, in training."""
         # A micro-batch without targets has weight 0, and a mean over no targets may be NaN: use any targets.
         found: dict[str, Any] = {"tokens": batch.tokens, "targets": batch.targets if count else batch.tokens}
         if self._documents:
             found |= {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens}
         if batch.layout is not None:
             found["layout"] = batch.layout
-        if seed is not None and isinstance(self.model, Transformer):
-            found["dropout_seed"] = seed
-            found["aux_scale"] = scale
+        if factor is not None and isinstance(self.model, Transformer):
+            found |= {"dropout_seed": seed, "aux_scale": factor}
         return found
 
 
 class NoPipeline(ForwardBackward):
     """One stage: the forward and the backward of each micro-batch."""
 
-    def run(
-        self, batches: Sequence[Batch], shares: Sequence[Tensor | float], counts: Sequence[int], scale: float,
-        seeds: Sequence[int], what: str, *, slow: bool,
-    ) -> Tensor:  # fmt: skip
+    def run(self, given: StepInputs, what: str, *, slow: bool) -> Tensor:
         total = torch.zeros((), device=self.device)
-        each = zip(batches, shares, counts, seeds, strict=True)
-        for number, (batch, share, count, seed) in enumerate(each):
-            micro_batch(self.model, self.plan.zero, last=number == len(batches) - 1)
-            part = f"{what}, micro-batch {number + 1} of {len(batches)}"
+        for number, (batch, count, share, factor, seed) in enumerate(given.micro_batches()):
+            micro_batch(self.model, self.plan.zero, last=number == len(given.batches) - 1)
+            part = f"{what}, micro-batch {number + 1} of {len(given.batches)}"
             self.activity(f"{part}, forward", slow=slow)
-            inputs = self._inputs(batch.to(self.device), count, seed, share * scale)
+            inputs = self._inputs(batch.to(self.device), count, seed, factor)
             tokens, targets = inputs.pop("tokens"), inputs.pop("targets")
-            seed_generators(seed, self.device)  # of models that take no seed
+            if seed is not None:
+                seed_generators(seed, self.device)  # of models that take no seed
             with self.autocast():
                 loss: Tensor = self.model(tokens, targets, **inputs)
             self.activity(f"{part}, backward", slow=slow)
-            (loss * (share * scale)).backward()
+            (loss * factor).backward()
             total += loss.detach() * share
         return total
 
@@ -152,16 +144,16 @@ class PipelineForwardBackward(ForwardBackward):
             observers=[self._report, self._recorder, *([] if offload is None else [_Offload(offload)])],
         )  # fmt: skip
 
-    def run(
-        self, batches: Sequence[Batch], shares: Sequence[Tensor | float], counts: Sequence[int], scale: float,
-        seeds: Sequence[int], what: str, *, slow: bool,
-    ) -> Tensor:  # fmt: skip
+    def run(self, given: StepInputs, what: str, *, slow: bool) -> Tensor:
         self._report.step, self._report.slow = what, slow
-        seed_generators(seeds[0], self.device)  # of models that take no seed
-        each = zip(batches, counts, seeds, shares, strict=True)
-        inputs = [self._inputs(batch.to(self.device), count, seed, share * scale) for batch, count, seed, share in each]
-        losses = self.pipeline.step(inputs, lambda number: shares[number] * scale, around=self.autocast)
-        return sum((loss * shares[n] for n, loss in losses.items()), torch.zeros((), device=self.device))
+        if (seed := given.seeds[0]) is not None:
+            seed_generators(seed, self.device)  # of models that take no seed
+        inputs = [
+            self._inputs(batch.to(self.device), count, seed, factor)
+            for batch, count, _, factor, seed in given.micro_batches()
+        ]
+        losses = self.pipeline.step(inputs, given.factors.__getitem__, around=self.autocast)
+        return sum((loss * given.shares[n] for n, loss in losses.items()), torch.zeros((), device=self.device))
 
     def evaluate(self, batches: Sequence[Batch], counts: Sequence[int], what: str, *, slow: bool) -> Tensor:
         self._report.step, self._report.slow = what, slow

@@ -89,8 +89,12 @@ class MuonAndAdamW(torch.optim.AdamW):
     def _update(self, matrix: Matrix, orthogonal: Tensor, group: dict[str, Any]) -> None:
         weight, lr = _part(matrix, matrix.parameter), group["lr"]
         rows, columns = matrix.shape[0] // group.get("joined", 1), matrix.shape[1]
-        new = weight * (1 - lr * group["weight_decay"])
-        self._set(weight, new.add_(orthogonal, alpha=-lr * 0.2 * max(rows, columns) ** 0.5))
+        new, rate = weight * (1 - lr * group["weight_decay"]), lr * 0.2 * max(rows, columns) ** 0.5
+        if isinstance(rate, Tensor):  # on the device, as a CUDA graph needs it
+            new = new.addcmul_(orthogonal.to(new.dtype), rate, value=-1)
+        else:
+            new = new.add_(orthogonal, alpha=-rate)
+        self._set(weight, new)
 
     def _set(self, t: Tensor, new: Tensor) -> None:
         """Replaces values, but where gradients are not finite."""

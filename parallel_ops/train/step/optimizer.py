@@ -95,7 +95,7 @@ def hide_hint() -> None:
 
 
 def update(
-    optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: float = 1.0, *,
+    optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: Tensor | float = 1.0, *,
     total_norm: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Clips gradients, updates parameters and frees the gradients. No parameter changes if the norm is not finite.
@@ -116,7 +116,9 @@ def update(
         _scale(gradients, (grad_clip * scale / (norm + 1e-6)).clamp(max=1.0))
     # The interface of torch's GradScaler to fused optimizers.
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-    if scale != 1.0:
+    if isinstance(scale, Tensor):
+        optimizer.grad_scale = scale.to(norm)  # type: ignore[attr-defined]
+    elif scale != 1.0:
         optimizer.grad_scale = torch.full_like(norm, scale)  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -1,0 +1,182 @@
+"""A step as one CUDA graph: forwards, backwards, reductions and update are captured once, then replayed.
+
+    inputs of a step    copied into tensors that stay where they are: tokens, targets, factors, learning rates
+    steps 1 to 3        eager, on the stream of the capture: kernels are compiled, groups connected, workspaces made
+    step 4              captured, which computes nothing, then replayed
+    later steps         replayed; the host launches one graph where it launched thousands of kernels
+
+A graph repeats addresses and numbers of the host, so nothing of a step may depend on a number of the host that changes,
+and nothing may be read by the host. ``eager_reason`` knows the settings where that is so. Loss, norm and the use of
+experts are read after the replay, as after an eager step.
+
+Sources: torch's notes on CUDA graphs (whole-network capture: warm-up on a side stream, static inputs, optimizers with
+``capturable``); Megatron-LM's ``full_cuda_graph`` (one graph for all micro-batches; ``thread_local``, since other
+threads, such as NCCL's watchdog and the loader, query events and allocate pinned memory meanwhile).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_ops.models import Transformer
+from parallel_ops.train.data.batches import Batch
+from parallel_ops.train.step.inputs import StepInputs
+
+if TYPE_CHECKING:
+    from parallel_ops.train.config import Settings
+
+# torch's notes ask for a few; FSDP2 finds the order of its prefetches in the first.
+WARMUP = 3
+
+Results = tuple[Tensor, Tensor, Tensor | None]
+
+
+def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -> str | None:
+    """The first reason why steps of a run cannot be captured, the same on all ranks; ``None`` if they can."""
+    plan, experts = settings.plan, settings.config.experts
+    reasons = {
+        f"it needs a GPU, and this run is on {device.type}": not has_graphs(device),
+        "of a model that is no Transformer of this package it is not known what it draws and reads": not isinstance(
+            model, Transformer
+        ),
+        "data.document_mask changes the lengths of documents in each step": settings.data.document_mask,
+        "dropout draws from seeds of the host, which a graph would repeat": getattr(model, "draws", False),
+        "parallel.ep sends rows without a capacity, whose numbers the host reads; set model.experts.capacity_factor": (
+            experts is not None and experts.capacity_factor is None and plan.ep > 1
+        ),
+        "the backward of parallel.offload waits for copies to host memory": plan.offload != "none",
+        "recompute.offload allocates host memory in each step": settings.recompute.offload != "none",
+        "logging.trace measures the actions of a step with events": settings.logging.trace is not None,
+        "parallel.schedule runs two actions at a time, on two threads": plan.schedule == "dualpipe-v",
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on a device can be captured in a CUDA graph."""
+    return device.type == "cuda"
+
+
+class StepGraph:
+    """Takes the steps of a run by replays of one CUDA graph. All ranks use it alike.
+
+    Args:
+        optimizer: Its groups have the step's learning rate as ``lr`` when a step begins.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._stream = torch.cuda.Stream(device)
+        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the graph and frees its memory: the next steps warm up and capture anew.
+
+        Called before process groups end, for NCCL waits for graphs that have its calls.
+        """
+        self._graph: Any = None
+        self._static: StepInputs | None = None
+        self._results: Results | None = None
+        self._eager_steps, self._state = 0, self._optimizer.state
+
+    def step(self, given: StepInputs, compute: Callable[[StepInputs], Results]) -> Results:
+        """Takes one step.
+
+        Args:
+            compute: Takes a step; must use nothing of it but the inputs, the model and the optimizer.
+
+        Returns:
+            What ``compute`` returns, valid until the next step.
+
+        Raises:
+            RuntimeError: The step does something that cannot be captured.
+        """
+        loaded = self._state is not self._optimizer.state  # ``load_state_dict`` replaces the tensors
+        if self._static is None or loaded or _shapes(given) != _shapes(self._static):
+            self.reset()
+            self._static = _like(given, self._device)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            _fill(self._static, given)
+            for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+                rate.fill_(group["lr"])
+            if self._graph is not None:
+                self._graph.replay()
+            elif self._eager_steps < WARMUP:
+                self._eager_steps += 1
+                with self._rates_on_device(capturable=False):
+                    self._results = compute(self._static)
+            else:
+                self._graph = self._captured(self._static, compute)
+                self._graph.replay()
+        current.wait_stream(self._stream)
+        assert self._results is not None
+        return self._results
+
+    def _captured(self, static: StepInputs, compute: Callable[[StepInputs], Results]) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        self._results = None  # of the last warm-up step
+        try:
+            with (
+                self._rates_on_device(capturable=True),
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                self._results = compute(static)
+        except Exception as error:
+            raise RuntimeError(
+                f"run.cuda_graph: this step cannot be captured in a CUDA graph: {error}; set run.cuda_graph = false"
+            ) from error
+        return graph
+
+    @contextlib.contextmanager
+    def _rates_on_device(self, *, capturable: bool) -> Iterator[None]:
+        """The optimizer reads learning rates from tensors in the block."""
+        groups = self._optimizer.param_groups
+        before = [(group["lr"], group["capturable"]) for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"], group["capturable"] = rate, capturable
+        try:
+            yield
+        finally:
+            for group, (rate, kept) in zip(groups, before, strict=True):
+                group["lr"], group["capturable"] = rate, kept
+
+
+def _shapes(given: StepInputs) -> list[torch.Size]:
+    return [batch.tokens.shape for batch in given.batches]
+
+
+def _like(given: StepInputs, device: torch.device) -> StepInputs:
+    """Inputs of the same sizes that stay where they are, undefined."""
+
+    def scalars() -> list[Tensor]:
+        return [torch.zeros((), device=device) for _ in given.batches]
+
+    batches = [
+        Batch(torch.empty_like(batch.tokens, device=device), torch.empty_like(batch.targets, device=device))
+        for batch in given.batches
+    ]
+    # Whether targets count is decided for each step by ``_fill``; nothing is drawn.
+    return StepInputs(
+        batches, counts=[1] * len(batches), shares=scalars(), factors=scalars(), seeds=[None] * len(batches),
+        scale=torch.ones((), device=device),
+    )  # fmt: skip
+
+
+def _fill(static: StepInputs, given: StepInputs) -> None:
+    """Puts the values of a step into static inputs. The host does not wait."""
+    for to, batch, count in zip(static.batches, given.batches, given.counts, strict=True):
+        to.tokens.copy_(batch.tokens, non_blocking=True)
+        # See ``ForwardBackward``: a micro-batch without targets uses any.
+        to.targets.copy_(batch.targets if count else batch.tokens, non_blocking=True)
+    scalars = zip(
+        (*static.shares, *static.factors, static.scale), (*given.shares, *given.factors, given.scale), strict=True
+    )
+    for target, value in scalars:
+        assert isinstance(target, Tensor)
+        target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)

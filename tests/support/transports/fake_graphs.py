@@ -1,0 +1,316 @@
+"""CUDA graphs on a CPU: what is captured does nothing until it is replayed, and what CUDA forbids in a capture raises.
+
+    with fake_graphs.cuda():
+        trainer = Trainer(settings)       # takes its steps by ``torch.cuda.CUDAGraph``, on the CPU
+
+A capture records kernels (the ops that reach the dispatcher, below autograd and DTensor), collectives and their waits,
+with the memory that they read and write; numbers of the host are constants. The capture's own results are destroyed,
+since CUDA computes nothing then. A replay runs the same on the same memory. So a learning rate, a seed or a shape that
+a step takes from the host stays what it was, as in a graph.
+
+Forbidden, from torch/csrc and CUDA's Programming Guide ("Prohibited and unhandled operations"):
+
+    the host reads, or an op's shape depends on values     cudaErrorStreamCaptureUnsupported (a synchronising copy)
+    data of the host become a tensor of the device         a copy from pageable memory
+    synchronising or querying a stream or event            cudaErrorStreamCaptureUnsupported, ...CapturedEvent
+    waiting for an event from outside the capture          cudaErrorStreamCaptureIsolation
+    work on a stream that has not joined the capture       it would run at once, and never again
+    a stream that the capturing stream does not wait for   cudaErrorStreamCaptureUnjoined
+    seeding or reading a generator's state                 CUDAGeneratorImpl raises; drawing is refused here too
+    barriers, new groups, the first call of a kind         the host waits for other ranks
+    an optimizer without ``capturable``                    torch.optim raises
+
+FSDP2 gets streams and events of this model. Not seen are kernels within an op: that these ask nothing of the host is
+their own tests'.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+from parallel_ops.comm import consistency
+from parallel_ops.ops.experts import order, permute
+from parallel_ops.pipeline_parallel import messages
+from parallel_ops.train.step import graph
+from support.transports.fake_streams import Event, NotCapturable, Stream, now, on_stream, refuse
+from support.transports.strict import _COLLECTIVES
+
+_READS = (
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount", "allclose",
+)  # fmt: skip
+_BLOCKING = ("barrier", "monitored_barrier")
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    now.inside += 1
+    try:
+        yield
+    finally:
+        now.inside -= 1
+
+
+class CUDAGraph:
+    """What was captured, as functions."""
+
+    replays = 0  # of all graphs
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], Any]] = []
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, step: Callable[[], Any]) -> None:
+        now.stream.launch()
+        self._steps.append(step)
+
+    def resizes(self, step: Callable[[], Any]) -> None:
+        """Memory that is taken from, or given back to, the graph's pool."""
+        self._steps.append(step)
+
+    def will_write(self, tensors: Any) -> None:
+        """Keeps memory that the capture must leave as it is."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, Tensor) and (memory := t.untyped_storage())._cdata not in self._before:
+                self._before[memory._cdata] = memory, memory.clone()
+
+    def wrote(self, results: list[Tensor], given: Any) -> None:
+        """Memory of results that is not memory of the arguments is undefined until a replay."""
+        known = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, Tensor)}
+        for t in results:
+            memory = t.untyped_storage()
+            if memory._cdata not in known:
+                self._before.setdefault(memory._cdata, (memory, None))
+
+    def end(self) -> None:
+        """Takes back what the capture computed."""
+        for memory, before in self._before.values():
+            if before is None:
+                torch.empty(0, dtype=torch.uint8).set_(memory).fill_(255)  # NaN, or -1
+            elif memory.size() == before.size():
+                memory.copy_(before)
+        self._before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        refuse("a replay")
+        assert self._steps, "nothing was captured"
+        for step in self._steps:
+            step()
+        CUDAGraph.replays += 1
+
+    def reset(self) -> None:
+        self._steps.clear()
+
+
+class _Recorder(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):  # its own ops come here
+            return NotImplemented
+        namespace, _, name = func._schema.name.partition("::")
+        if now.inside or namespace == "prim" or name in ("detach", "alias"):
+            return func(*args, **kwargs)
+        _check(namespace, name, args, kwargs)
+        capture = now.capture
+        assert capture is not None
+        if func._schema.is_mutable:
+            capture.will_write((args, kwargs))
+        with _inside():
+            out = func(*args, **kwargs)
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if any(type(t) not in (Tensor, nn.Parameter) or t.is_meta for t in results):
+            return out
+        capture.wrote(results, (args, kwargs))
+
+        def again() -> None:
+            with _inside():
+                new = func(*args, **kwargs)
+                for old, value in zip(results, (t for t in tree_leaves(new) if isinstance(t, Tensor)), strict=True):
+                    if namespace == "_c10d_functional":
+                        torch.ops._c10d_functional.wait_tensor(value)
+                    if value.data_ptr() != old.data_ptr():
+                        old.detach().copy_(value)
+
+        capture.add(again)
+        return out
+
+
+def _check(namespace: str, name: str, args: Any, kwargs: Any) -> None:
+    if namespace != "aten":
+        return
+    indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+    masks = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
+    counted = name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 3
+    if name in _READS or masks or counted:
+        raise NotCapturable(f"the host reads what {name} computes")
+    if name == "lift_fresh":
+        raise NotCapturable("data of the host become a tensor")
+
+
+class _Work(dist.Work):
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self.work = work
+
+    def wait(self, *timeout: Any) -> bool:
+        if now.capture is not None and not now.inside:
+            now.capture.add(self._wait)
+        return self._wait(*timeout)
+
+    def _wait(self, *timeout: Any) -> bool:
+        with _inside():  # gloo copies to the result here
+            return bool(self.work.wait(*timeout))
+
+    def is_completed(self) -> bool:
+        refuse("a collective is queried")
+        return bool(self.work.is_completed())
+
+
+def _collective(name: str) -> Any:
+    original = getattr(dist.ProcessGroup, name)
+
+    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if now.capture is None or now.inside:
+            return original(group, *args, **kwargs)
+        if name in _BLOCKING:
+            raise NotCapturable(f"the host waits in a {name}")
+        now.capture.will_write(args)
+        with _inside():
+            work = _Work(original(group, *args, **kwargs))
+
+        def again() -> None:
+            with _inside():
+                work.work = original(group, *args, **kwargs)
+
+        now.capture.add(again)
+        return work
+
+    return mock.patch.object(dist.ProcessGroup, name, method)
+
+
+@contextlib.contextmanager
+def _capture(captured: CUDAGraph, *, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
+    assert now.capture is None, "two captures at a time"
+    if dist.is_initialized():  # NCCL's watchdog queries events all the time
+        assert capture_error_mode != "global", "another thread queries an event: cudaErrorStreamCaptureUnsafe"
+    state, recorder = torch.get_rng_state(), _Recorder()
+    with on_stream(stream):
+        now.capture = captured
+        stream.join({})
+        # Not entered: code that asks for modes takes the way that it takes without one.
+        _push_mode(recorder)
+        try:
+            with _patched_host():
+                yield
+            _check_joined(stream)
+        finally:
+            _pop_mode()
+            captured.end()
+            now.capture = None
+    if not torch.equal(state, torch.get_rng_state()):
+        raise NotCapturable("a generator was seeded, or numbers were drawn")
+
+
+def _check_joined(origin: Stream) -> None:
+    known = origin.clock()
+    for stream in _streams:
+        for key, time in stream.clock().items():
+            if known.get(key, 0) < time:
+                raise NotCapturable("a stream was not joined")
+
+
+_streams: list[Stream] = []
+
+
+@contextlib.contextmanager
+def _patched_host() -> Iterator[None]:
+    """What the host does without an op."""
+
+    def refused(owner: Any, name: str, what: str) -> Any:
+        original = getattr(owner, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if not now.inside:  # a CPU kernel may
+                raise NotCapturable(f"{what}: {name}")
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, method)
+
+    with contextlib.ExitStack() as stack:
+        for owner, names, what in (
+            (Tensor, ("tolist", "numpy"), "the host reads a tensor"),
+            (torch, ("get_rng_state", "set_rng_state", "manual_seed"), "the host reads or sets a generator"),
+            (dist, ("new_group", "broadcast_object_list", "all_gather_object"), "the host waits for ranks"),
+        ):
+            for name in names:
+                stack.enter_context(refused(owner, name, what))
+        yield
+
+
+class _Handle:
+    """``torch.cuda`` as FSDP2 uses it."""
+
+    Event, current_device = Event, staticmethod(lambda: 0)
+    stream = staticmethod(on_stream)
+
+    @staticmethod
+    def Stream(*_: Any, **__: Any) -> Stream:
+        _streams.append(made := Stream())
+        return made
+
+    @staticmethod
+    def current_stream(*_: Any) -> Stream:
+        return now.stream
+
+
+@contextlib.contextmanager
+def cuda() -> Iterator[None]:
+    """The CPU is a GPU to what captures graphs and to FSDP2."""
+    handle, compared = _Handle, consistency.refuse_capture
+
+    def refuse_capture(op: str, device_type: str, what: str) -> None:
+        refuse(f"{op}: {what}")
+        compared(op, device_type, what)
+
+    resize_ = torch.UntypedStorage.resize_
+
+    def resize(memory: Any, size: int) -> Any:
+        if now.capture is not None and not now.inside:
+            now.capture.resizes(functools.partial(resize_, memory, size))
+        return resize_(memory, size)
+
+    with contextlib.ExitStack() as stack:
+
+        def patch(*args: Any) -> None:
+            stack.enter_context(mock.patch.object(*args))
+
+        for name in ("Stream", "current_stream", "stream", "Event"):
+            patch(torch.cuda, name, getattr(handle, name))
+        patch(torch.cuda, "CUDAGraph", CUDAGraph)
+        patch(torch.cuda, "graph", _capture)
+        patch(torch.cuda, "synchronize", lambda *_: refuse("the host waits for the device"))
+        patch(graph, "has_graphs", lambda device: True)
+        for module in (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
+            patch(module, "_get_device_handle", lambda *_: handle)
+        patch(torch.UntypedStorage, "resize_", resize)
+        for name in (*_COLLECTIVES, "send", "recv"):
+            if hasattr(dist.ProcessGroup, name):
+                stack.enter_context(_collective(name))
+        # Values are checked on CPUs alone.
+        patch(permute, "_check_numbers", lambda *_: None)
+        patch(order, "_check_ids", lambda *_: None)
+        patch(messages, "capturing", lambda t: now.capture is not None)
+        patch(consistency, "_checks_once", lambda group, device: True)
+        patch(consistency, "_checked", type(consistency._checked)())
+        patch(consistency, "refuse_capture", refuse_capture)
+        yield
