@@ -38,7 +38,7 @@ from benchmarks.parallel.link import Session
 from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
-from parallel_ops.tensor_parallel.linear.call import CANDIDATES, OFF
+from parallel_ops.tensor_parallel.linear.choose import CANDIDATES, OFF
 from parallel_ops.tensor_parallel.linear.chunked import (
     gather_order,
     multiply,

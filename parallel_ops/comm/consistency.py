@@ -21,31 +21,25 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from types import CodeType, TracebackType
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops._internal.distributed.compat import all_gather_single, suspended_modes
+from parallel_ops._internal.distributed.compat import suspended_modes
 from parallel_ops._internal.distributed.groups import device_of_call, group_device_types
 from parallel_ops.comm._capture import refuse_capture
-from parallel_ops.comm.errors import PeerError, named, publish_failure, retract_failure, translate_backend_errors
-
-_TEXT_BYTES = 320
-# Tag of the messages, in no collective and in no transfer of an op.
-_TAG = 0x6D657373
-_OK, _FAILED = 0, 1
+from parallel_ops.comm.call_messages import FAILED, OK, Gather, message_of, texts_of, who_calls_what
+from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
 
 # The calls that were checked before, where one check is enough, as (op, what must be the same). It must not depend on
 # what may differ between ranks, or some ranks would check and others not.
@@ -57,7 +51,7 @@ _MOST_CHECKED = 4096
 _first_only: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 # Failures not yet delivered, with their buffers, by group.
-_posted: dict[ProcessGroup, list["_Gather"]] = {}
+_posted: dict[ProcessGroup, list["Gather"]] = {}
 # How long a process that ends waits for their delivery.
 _LEAVING_SECONDS = 2.0
 
@@ -229,8 +223,8 @@ class propagate_errors:
         publish_failure(group, text)
         if any(frame.f_code in _bodies for e in self._chain(error) for frame, _ in traceback.walk_tb(e.__traceback__)):
             return
-        message = _message(group, CallSignature(self._op, (), text), _FAILED, device)
-        _posted.setdefault(group, []).append(_Gather(group, message))
+        message = message_of(group, self._op, (), (), text, FAILED, device)
+        _posted.setdefault(group, []).append(Gather(group, message))
 
 
 def shared_error(group: ProcessGroup, message: str) -> ValueError:
@@ -239,34 +233,6 @@ def shared_error(group: ProcessGroup, message: str) -> ValueError:
     if (reported := _thread.reported.get(group)) is not None:
         reported.append(error)
     return error
-
-
-class _Gather:
-    """An all-gather of one message of every rank, under way until ``wait``."""
-
-    __slots__ = ("_message", "_received", "_works")
-
-    def __init__(self, group: ProcessGroup, message: Tensor) -> None:
-        self._message, self._received = message, message.new_empty((group.size(), message.numel()))
-        if not _has_tags(message):
-            self._works = [all_gather_single(self._received.view(-1), message, group=group, async_op=True)]
-            return
-        rank, self._works = group.rank(), []
-        self._received[rank].copy_(message)
-        others = [(rank + k) % group.size() for k in range(1, group.size())]
-        self._works += [group.send([message], peer, _TAG) for peer in others]
-        self._works += [group.recv([self._received[peer]], peer, _TAG) for peer in others]
-
-    def wait(self, *seconds: timedelta) -> Tensor:
-        """Every rank's message, on the CPU."""
-        for work in self._works:
-            work.wait(*seconds)
-        return self._received.cpu()
-
-
-def _has_tags(message: Tensor) -> bool:
-    """True if the backend matches messages by tags, as gloo does and NCCL does not."""
-    return not message.is_cuda
 
 
 @atexit.register
@@ -292,41 +258,20 @@ def _compare(group: ProcessGroup, call: CallSignature, device: torch.device) -> 
 
 
 def _exchange(group: ProcessGroup, call: CallSignature, device: torch.device) -> list[list[int]]:
+    words = call.text if isinstance(call.text, str) else call.text()
     with translate_backend_errors(call.op, group):
-        messages = _Gather(group, _message(group, call, _OK, device)).wait()
+        messages = Gather(group, message_of(group, call.op, call.same, call.own, words, OK, device)).wait()
     if _posted.pop(group, None):  # messages arrive in order
         retract_failure(group)
     end = 3 + 2 * group.size()
     numbers = messages[:, : 8 * end].contiguous().view(torch.int64).tolist()
-    failed = [rank for rank, row in enumerate(numbers) if row[0] == _FAILED]
+    failed = [rank for rank, row in enumerate(numbers) if row[0] == FAILED]
     if failed:
-        text = _texts(messages[failed, 8 * end :])[0][1]
+        text = texts_of(messages[failed, 8 * end :])[0][1]
         raise shared_error(group, f"{call.op}: rank {failed[0]} of the group {text}")
     if len({row[1] for row in numbers}) > 1:
-        calls = _texts(messages[:, 8 * end :])
+        calls = texts_of(messages[:, 8 * end :])
         same_op = len({op for op, _ in calls}) == 1
         texts = [text if same_op else f"{op} ({text})" for op, text in calls]
-        raise shared_error(group, f"{call.op}: the ranks of the group make different calls: {_who_calls_what(texts)}")
+        raise shared_error(group, f"{call.op}: the ranks of the group make different calls: {who_calls_what(texts)}")
     return [row[3 : 3 + row[2]] for row in numbers]
-
-
-def _texts(messages: Tensor) -> list[tuple[str, str]]:
-    """Op and text of each message."""
-    words = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in messages]
-    return [(op, text) for op, _, text in (word.partition("\0") for word in words)]
-
-
-def _who_calls_what(texts: Sequence[str]) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in ranks_of.items())
-
-
-def _message(group: ProcessGroup, call: CallSignature, status: int, device: torch.device) -> Tensor:
-    fingerprint = int.from_bytes(hashlib.blake2b(repr((call.op, call.same)).encode(), digest_size=7).digest(), "little")
-    own = [*call.own, *[0] * (2 * group.size() - len(call.own))]
-    numbers = torch.tensor([status, fingerprint, len(call.own), *own], dtype=torch.int64)
-    words = call.text if isinstance(call.text, str) else call.text()
-    text = f"{call.op}\0{words}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    return torch.cat([numbers.view(torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8)]).to(device)

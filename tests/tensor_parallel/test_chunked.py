@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from parallel_ops.comm import device_rates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.planner import presets
-from parallel_ops.tensor_parallel.linear import call
+from parallel_ops.tensor_parallel.linear import call, choose
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_backward, column_forward
-from parallel_ops.tensor_parallel.linear.call import OFF
+from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import (
     gather,
     gather_order,
@@ -189,14 +189,14 @@ def test_16_bit_partial_sums_are_added_in_fp32_and_rounded_once():
 
 
 def test_cpu_tensors_are_not_timed():
-    assert not call.may_measure(torch.device("cpu"))
+    assert not choose.may_measure(torch.device("cpu"))
     words = ["off", "auto", "symmetric", 3]
-    assert [call.encode("op", word) for word in words] == [call.OFF, call.AUTO, call.SYMMETRIC, 3]
+    assert [call.encode("op", word) for word in words] == [OFF, call.AUTO, call.SYMMETRIC, 3]
     assert [call.decode(call.encode("op", word)) for word in words] == words
 
 
 H100 = device_rates.rates_of_sheet(989.5e12, 450e9)
-FC1 = call.Product("gather", 8192, 7168, 8192, 7 * 8192 * 1024 * 2, 8, True, torch.bfloat16, "c10d")
+FC1 = choose.Product("gather", 8192, 7168, 8192, 7 * 8192 * 1024 * 2, 8, True, torch.bfloat16, "c10d")
 
 
 class TestRule:
@@ -204,13 +204,13 @@ class TestRule:
 
     @pytest.mark.parametrize("phase", ["gather", "scatter"])
     def test_cuts_where_messages_and_products_hide_each_other(self, phase):
-        assert call.by_rule(dataclasses.replace(FC1, phase=phase), H100) > OFF
+        assert choose.by_rule(dataclasses.replace(FC1, phase=phase), H100) > OFF
 
     def test_leaves_whole_what_has_little_to_hide(self):
-        assert call.by_rule(dataclasses.replace(FC1, sent=FC1.sent // 20), H100) == OFF  # less than chunks cost
-        assert call.by_rule(dataclasses.replace(FC1, rows=64, sent=FC1.sent // 128), H100) == OFF  # latencies
-        assert call.by_rule(dataclasses.replace(FC1, columns=8), H100) == OFF  # hardly a product
-        assert call.by_rule(FC1, None) == OFF  # an unknown device, or a CPU
+        assert choose.by_rule(dataclasses.replace(FC1, sent=FC1.sent // 20), H100) == OFF  # less than chunks cost
+        assert choose.by_rule(dataclasses.replace(FC1, rows=64, sent=FC1.sent // 128), H100) == OFF  # latencies
+        assert choose.by_rule(dataclasses.replace(FC1, columns=8), H100) == OFF  # hardly a product
+        assert choose.by_rule(FC1, None) == OFF  # an unknown device, or a CPU
 
     @given(
         rows=st.integers(1, 10**5), columns=st.integers(1, 10**5), sent=st.integers(1, 10**9), size=st.integers(2, 64),
@@ -218,7 +218,7 @@ class TestRule:
     )  # fmt: skip
     def test_is_one_of_the_candidates(self, rows, columns, sent, size, phase):
         product = dataclasses.replace(FC1, rows=rows, columns=columns, sent=sent, size=size, phase=phase)
-        assert call.by_rule(product, H100) in call.CANDIDATES
+        assert choose.by_rule(product, H100) in choose.CANDIDATES
 
     def test_data_sheets_are_those_of_the_planner(self):
         for major, gpu in ((8, "a100-80"), (9, "h100"), (10, "b200")):
@@ -226,10 +226,10 @@ class TestRule:
 
 
 def test_the_measured_choice_wants_a_margin():
-    assert call.pick([1.0, 1.1, 0.99, 0.985]) == OFF
-    assert call.pick([1.0, 1.1, 0.9, 0.99]) == 2
-    assert call.pick([1.0, 1.5, 1.5, 1.5]) == OFF
+    assert choose.pick([1.0, 1.1, 0.99, 0.985]) == OFF
+    assert choose.pick([1.0, 1.1, 0.9, 0.99]) == 2
+    assert choose.pick([1.0, 1.5, 1.5, 1.5]) == OFF
 
 
 def test_sequences_of_about_one_length_share_a_choice():
-    assert [call._roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]
+    assert [choose.roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]

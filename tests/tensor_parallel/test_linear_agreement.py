@@ -10,8 +10,8 @@ import torch.distributed as dist
 from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import use_transport
-from parallel_ops.tensor_parallel.linear import call as plan
-from parallel_ops.tensor_parallel.linear.call import CANDIDATES
+from parallel_ops.tensor_parallel.linear import choose as plan
+from parallel_ops.tensor_parallel.linear.choose import CANDIDATES
 from support.parallelism.parallel_linear import OPS, Counting, integers, leaf, normal, sharded_linear
 from support.ranks.distributed import Raised, ranks
 

@@ -12,7 +12,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops.comm import symmetric_memory as pulls
-from parallel_ops.tensor_parallel.linear import call as calls
+from parallel_ops.tensor_parallel.linear import choose as calls
 from parallel_ops.tensor_parallel.linear import symmetric
 from support.ranks.distributed import Raised, ranks
 

@@ -31,7 +31,8 @@ from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric
 from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
-from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.call import SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import Span, gather, matrix, multiply, start_gather, start_scatter
 
 _NAME = "all_gather_linear"
@@ -95,7 +96,7 @@ def all_gather_linear(
             backward is as with ``"off"``.
             ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
             the forward, and ``"off"`` is taken where nothing gains 2 %; the weights must then have the same shapes on
-            every rank. In deterministic mode a rule decides (``call.py``), on a CPU ``"off"``.
+            every rank. In deterministic mode a rule decides (``choose.py``), on a CPU ``"off"``.
         grad_reduce: how the partial sums of the ranks are added.
             ``"fp32"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.

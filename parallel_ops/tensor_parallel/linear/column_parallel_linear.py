@@ -32,7 +32,8 @@ from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
-from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.call import SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import Span, matrix, scatter, split, start_gather, start_scatter
 
 _NAME = "column_parallel_linear"
@@ -88,7 +89,8 @@ def column_parallel_linear(
             ``"symmetric"``: as ``"off"``.
             ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU, with ``"fp32"``, they are timed at the first backward
             of a kind, 16 runs of dX and its sum, and ``"off"`` is taken where nothing gains 2 %; the weights must then
-            have the same shapes on every rank. In deterministic mode a rule decides (``call.py``), on a CPU ``"off"``.
+            have the same shapes on every rank. In deterministic mode a rule decides (``choose.py``); on a CPU it is
+            ``"off"``.
         grad_reduce: how the partial sums of the gradient of x are added.
             ``"fp32"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.

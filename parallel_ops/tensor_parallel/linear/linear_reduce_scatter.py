@@ -32,7 +32,8 @@ from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric
 from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients
-from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.call import SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import (
     Span,
     gather,
@@ -76,7 +77,7 @@ def linear_reduce_scatter(
             ``all_gather_linear`` does; 16 bits, equal shards.
             ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
             the forward and 16 of the backward's gather, and ``"off"`` is taken where nothing gains 2 %; the weight must
-            then have the same shape on every rank. In deterministic mode a rule decides (``call.py``), on a CPU
+            then have the same shape on every rank. In deterministic mode a rule decides (``choose.py``), on a CPU
             ``"off"``.
         grad_reduce: how the partial sums of the ranks are added.
             ``"fp32"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm.symmetric_memory import Peers, peers_of, start_pulls
-from parallel_ops.tensor_parallel.linear.call import fastest_of, may_measure, measured
+from parallel_ops.tensor_parallel.linear.choose import fastest_of, may_measure, measured
 from parallel_ops.tensor_parallel.linear.chunked import multiply
 
 GATED, FUSED = 1, 2

@@ -180,7 +180,7 @@ def _counted() -> Iterator[list[str]]:
     """The messages of the block, by what sends them."""
     sent: list[str] = []
     with contextlib.ExitStack() as stack:
-        for module, name in ((consistency, "_Gather"), (_primitives, "all_gather_single")):
+        for module, name in ((consistency, "Gather"), (_primitives, "all_gather_single")):
             send = getattr(module, name)
 
             def counted(*args: Any, _module: Any = module, _send: Any = send, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_ops.comm import consistency
+from parallel_ops.comm import call_messages, consistency
 from parallel_ops.pipeline_parallel import pipeline
 from support.ranks.distributed import Raised, ranks
 from support.transports.nccl_rules import Message, Operation, Rules
@@ -186,7 +186,7 @@ def _strictly(rank: int, address: str, function: Callable[..., Any], args: tuple
         with (
             _reporting(referee), mock.patch.object(consistency, "_checks_once", once),
             mock.patch.object(consistency, "_checked", checked),
-            mock.patch.object(consistency, "_has_tags", return_value=False),
+            mock.patch.object(call_messages, "_has_tags", return_value=False),
             mock.patch.object(pipeline, "MATCHED_BY_RANK", ()),
         ):  # fmt: skip
             return function(rank, *args)
