@@ -20,7 +20,7 @@ CALLS = {
     "3": ["machine", "build", "tests", "sanitizer", "gains", "attention", "memory", "host_time"],
 }
 STEPS = [*CALLS["1"], *CALLS["2"][3:], *CALLS["3"][2:]]
-MORE = ["counters", "compile", "models", "overlap"]
+MORE = ["counters", "compile", "models", "overlap", "graphs"]
 STAND_IN = """#!/usr/bin/env bash
 echo "ran: $*"
 case "$*" in
@@ -158,7 +158,7 @@ def test_it_names_tests_and_modules_that_exist():
     assert len(named) >= 2
     assert all((ROOT / name).exists() or (ROOT / f"{name}.py").exists() for name in named)
     modules = re.findall(r"-m (benchmarks\.[\w.]+)", text)
-    assert len(modules) == 6
+    assert len(modules) == 7
     places = [ROOT / name.replace(".", "/") for name in modules]
     assert all(place.is_dir() or place.with_suffix(".py").exists() for place in places)
 
