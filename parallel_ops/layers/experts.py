@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops._internal.distributed.compat import resumed_modes
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, GradientOf
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.expert_parallel import Dispatch
+from parallel_ops.layers.lora import LoraAdapter, adapted_experts, expert_adapters
 from parallel_ops.layers.parameters import (
     InitFn,
     ShardedModule,
@@ -129,6 +130,7 @@ class Experts(ShardedModule):
             over ``mesh``; replicated with ``copies``.
         deferred: a queue that computes weight gradients later, as that of ``ParallelLinear``.
         precision, emulated: of the products, as those of ``ParallelLinear``.
+        lora: low-rank adapters of ``"gate_up"`` and ``"down"``, by these names; see ``add_lora``.
         recompute: keep the rows alone for the backward, and compute what lies between them and the result again.
 
     Raises:
@@ -171,6 +173,7 @@ class Experts(ShardedModule):
         }  # fmt: skip
         self.deferred: DeferredWeightGradients | None = None
         self.recompute = False
+        self.lora = nn.ModuleDict()
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
@@ -191,6 +194,16 @@ class Experts(ShardedModule):
             if bias is not None:
                 init_sharded_(bias, uniform(fan_in))
 
+    def add_lora(self, name: str, *, rank: int, alpha: float) -> None:
+        """Adds a low-rank adapter of ``"gate_up"`` or ``"down"``, zero at first; see ``LoraAdapter``."""
+        weight: nn.Parameter = getattr(self, name)
+        placement: Placement = Replicate() if self.copies else Shard(0)
+        _, out_features, in_features = weight.shape
+        self.lora[name] = LoraAdapter(
+            in_features, out_features, (placement, placement), rank=rank, alpha=alpha, experts=self.num_experts,
+            tp_mesh=self.mesh, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+
     def forward(
         self, under_way: Sequence[Sequence[Tensor]], dispatched: Dispatch, modes: Sequence[Any] = ()
     ) -> list[Tensor]:
@@ -206,6 +219,7 @@ class Experts(ShardedModule):
             parameters = (
                 *to_local(self, self.gate_up, self.gate_up_bias, partial=partial),
                 *to_local(self, self.down, self.down_bias, partial=partial),
+                *expert_adapters(self.lora, ("gate_up", "down"), copies=self.copies),
             )
             returning = []
             for chunk, chunk_parameters in enumerate(_chunked(parameters, dispatched.chunks)):
@@ -223,14 +237,26 @@ class Experts(ShardedModule):
 
     def _compute(
         self, rows: Tensor, ends: Tensor, weights: Tensor | None, gate_up: Tensor, gate_up_bias: Tensor | None,
-        down: Tensor, down_bias: Tensor | None,
+        down: Tensor, down_bias: Tensor | None, a_up: Tensor | None, b_up: Tensor | None, a_down: Tensor | None,
+        b_down: Tensor | None,
     ) -> Tensor:  # fmt: skip
         linear: Callable[..., Tensor] = grouped_linear
         if self.precision != "bf16":
             linear = functools.partial(float8_grouped_linear, recipe=self.precision, emulated=self.emulated)
         both = linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
-        y = bias_swiglu(both, weights=weights, **self._swiglu)
-        return linear(y, down, ends, bias=down_bias, **self._targets(self.down))
+        both = self._adapted("gate_up", both, rows, ends, (a_up, b_up))
+        x = bias_swiglu(both, weights=weights, **self._swiglu)
+        y = linear(x, down, ends, bias=down_bias, **self._targets(self.down))
+        return self._adapted("down", y, x, ends, (a_down, b_down))
+
+    def _adapted(
+        self, name: str, y: Tensor, rows: Tensor, ends: Tensor, adapter: tuple[Tensor | None, Tensor | None]
+    ) -> Tensor:
+        if name not in self.lora:
+            return y
+        own = self.lora[name]
+        assert isinstance(own, LoraAdapter)
+        return adapted_experts(y, rows, ends, adapter, own.scaling)
 
     @property
     def local_sizes(self) -> tuple[int, int]:

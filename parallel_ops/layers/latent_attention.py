@@ -26,6 +26,7 @@ from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
 from parallel_ops.layers.linear_base import LinearArguments
+from parallel_ops.layers.lora import LoraAdapter, whole_adapter
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import (
     InitFn,
@@ -51,6 +52,9 @@ class ReplicatedLinear(ShardedModule):
         sequence_parallel: each rank has its own tokens, so the weight's gradients are summed over the ranks.
         init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
         device, dtype: of the weight; ``None`` for torch's defaults.
+
+    Attributes:
+        lora: a low-rank adapter, or ``None``; see ``add_lora``.
     """
 
     def __init__(
@@ -67,17 +71,30 @@ class ReplicatedLinear(ShardedModule):
         super().__init__(tp_mesh)
         self.sequence_parallel, self.init_method = sequence_parallel, init_method
         self.weight = empty_parameter((out_features, in_features), Replicate(), self.mesh, device, dtype)
+        self.lora: LoraAdapter | None = None
         self.reset_parameters()
+
+    def add_lora(self, *, rank: int, alpha: float, dropout: float = 0.0) -> None:
+        """Adds a low-rank adapter, as ``ParallelLinear.add_lora`` does."""
+        out_features, in_features = self.weight.shape
+        self.lora = LoraAdapter(
+            in_features, out_features, (Replicate(), Replicate()), rank=rank, alpha=alpha, dropout=dropout,
+            tp_mesh=self.mesh, device=self.weight.device, dtype=self.weight.dtype,
+        )  # fmt: skip
 
     def reset_parameters(self) -> None:
         """Initialises the weight, independently of the mesh."""
         init_sharded_(self.weight, self.init_method or uniform(self.weight.shape[1]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``; ``sizes``: rows of every rank, where they differ."""
         (weight,) = to_local(self, self.weight, partial=(self.sequence_parallel,))
         assert weight is not None
-        return F.linear(x, weight)
+        y = F.linear(x, weight)
+        if self.lora is None:
+            return y
+        parallel = self.sequence_parallel and self.ranks > 1
+        return y + whole_adapter(x, self.lora, sequence_parallel=parallel, sizes=sizes).to(y.dtype)
 
 
 class ParallelLatentAttention(AttentionHeads):
@@ -205,9 +222,9 @@ class ParallelLatentAttention(AttentionHeads):
         """
         check_input("ParallelLatentAttention", x, self.kv_down.weight, "[s, b, {}]")
         given = self._options_of(core_options, mask)
-        latent = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
+        latent = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, sizes))
         (q,), _ = column_linears(latent, [self.q], sizes=sizes)
-        latent, k_rope = self.kv_down(x).split([self.kv_lora_rank, self.rope], dim=-1)
+        latent, k_rope = self.kv_down(x, sizes).split([self.kv_lora_rank, self.rope], dim=-1)
         (kv,), _ = column_linears(self.kv_norm(latent), [self.kv], sizes=sizes)
         q, kv = (t.unflatten(-1, (self.local_heads, -1)) for t in (q, kv))
         k_rope = self._of_all_tokens(k_rope, sizes).unsqueeze(2)

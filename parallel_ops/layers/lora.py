@@ -7,6 +7,9 @@
     row parallel        A sharded as W, by columns, B whole on every rank:
                         U = sum over r of X_r A_r^T, scattered by tokens with ``sequence_parallel``; U B^T
 
+    whole linear        A and B whole on every rank, which computes its own tokens
+    experts             A [experts, r, in], B [experts, out, r], sharded as W, by experts: grouped products of the rows
+
 So all that an adapter sends is U, of r features. Linears with the same input share one product with their A, one
 message and, with dropout, one mask. Masks are drawn by global element index and are independent of the number of ranks.
 
@@ -18,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -26,20 +29,21 @@ from parallel_ops._internal.distributed.group_checks import check_sizes
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
 from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill_, init_sharded_, to_local, uniform
-from parallel_ops.ops import bias_dropout_add
+from parallel_ops.ops import bias_dropout_add, grouped_linear
 
 
 class LoraAdapter(ShardedModule):
-    """The adapter of one linear; ``ParallelLinear.add_lora`` makes it.
+    """The adapter of one linear, or of one linear of each expert; the ``add_lora`` of layers makes it.
 
     Args:
         in_features, out_features: of the whole linear.
         placements: of A and B on the mesh.
         rank: features between A and B. alpha: the adapter is scaled by ``alpha / rank``.
         dropout: probability for elements of the input of A, in training.
+        experts: number of experts; ``None`` for a linear.
 
     Attributes:
-        a: ``[rank, in_features]``. b: ``[out_features, rank]``.
+        a: ``[rank, in_features]``. b: ``[out_features, rank]``. Both ``[experts, ...]`` of experts.
     """
 
     def __init__(
@@ -51,14 +55,16 @@ class LoraAdapter(ShardedModule):
         rank: int,
         alpha: float,
         dropout: float = 0.0,
+        experts: int | None = None,
         tp_mesh: DeviceMesh | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp_mesh)
         self.in_features, self.rank, self.scaling, self.dropout = in_features, rank, alpha / rank, dropout
-        self.a = empty_parameter((rank, in_features), placements[0], self.mesh, device, dtype)
-        self.b = empty_parameter((out_features, rank), placements[1], self.mesh, device, dtype)
+        each = () if experts is None else (experts,)
+        self.a = empty_parameter((*each, rank, in_features), placements[0], self.mesh, device, dtype)
+        self.b = empty_parameter((*each, out_features, rank), placements[1], self.mesh, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,6 +89,63 @@ def is_adapter(name: str) -> bool:
     return ".lora." in name
 
 
+def is_of_experts(linear: str) -> bool:
+    """Whether a linear of this name is one of each expert."""
+    return linear.rpartition(".")[0].endswith(".experts")
+
+
+def names_of(linear: str) -> tuple[str, str, str]:
+    """The names of the parameters of a linear: the weight, and A and B of its adapter."""
+    module, _, own = linear.rpartition(".")
+    if is_of_experts(linear):
+        return linear, f"{module}.lora.{own}.a", f"{module}.lora.{own}.b"
+    return f"{linear}.weight", f"{linear}.lora.a", f"{linear}.lora.b"
+
+
+def whole_adapter(x: Tensor, adapter: LoraAdapter, *, sequence_parallel: bool, sizes: Sequence[int] | None) -> Tensor:
+    """The term that the adapter of a linear that is whole on every rank adds; arguments as in ``column_adapters``.
+
+    Sharding: x and the result replicated, or S(0) with ``sequence_parallel``.
+    """
+    if adapter.drops:
+        x = adapter.drop(x, _rows_before(x, adapter, sequence_parallel, sizes) * x.shape[1:].numel())
+    (a,) = to_local(adapter, adapter.a, partial=(sequence_parallel,))
+    (b,) = to_local(adapter, adapter.b, partial=(sequence_parallel,))
+    assert a is not None and b is not None
+    return F.linear(F.linear(x, a), b) * adapter.scaling
+
+
+def expert_adapters(adapters: nn.ModuleDict, names: Sequence[str], *, copies: bool) -> list[Tensor | None]:
+    """A and B of the adapters of these linears of experts, one after the other; ``None`` for a linear without one."""
+    found: list[Tensor | None] = []
+    for name in names:
+        if name not in adapters:
+            found += [None, None]
+            continue
+        own = adapters[name]
+        assert isinstance(own, LoraAdapter)
+        found += [*to_local(own, own.a, partial=(copies,)), *to_local(own, own.b, partial=(copies,))]
+    return found
+
+
+def adapted_experts(
+    y: Tensor, rows: Tensor, ends: Tensor, adapter: tuple[Tensor | None, Tensor | None], scaling: float
+) -> Tensor:
+    """``y`` with the term that the adapter of a linear of experts adds; ``rows`` are sorted by expert."""
+    a, b = adapter
+    if a is None or b is None:
+        return y
+    return y + (grouped_linear(grouped_linear(rows, a, ends), b, ends) * scaling).to(y.dtype)
+
+
+def _rows_before(x: Tensor, adapter: LoraAdapter, sequence_parallel: bool, sizes: Sequence[int] | None) -> int:
+    """Rows of the ranks before this one."""
+    if not sequence_parallel:
+        return 0
+    every = check_sizes("LoraAdapter", "sizes", sizes, adapter.group, 0, shard=x)
+    return sum(every[: group_rank(adapter.group)])
+
+
 def column_adapters(
     x: Tensor,
     adapters: Sequence[LoraAdapter | None],
@@ -104,10 +167,7 @@ def column_adapters(
         return [None] * len(adapters)
     first, group = used[0][0], used[0][0].group
     if first.drops:
-        before = 0
-        if sequence_parallel:
-            before = sum(check_sizes("LoraAdapter", "sizes", sizes, group, 0, shard=x)[: group_rank(group)])
-        x = first.drop(x, before * x.shape[1:].numel())
+        x = first.drop(x, _rows_before(x, first, sequence_parallel, sizes) * x.shape[1:].numel())
     given = to_local(first, *[adapter.a for adapter, _ in used], partial=[sequence_parallel] * len(used))
     u = F.linear(x, torch.cat([a for a in given if a is not None]))
     u = all_gather(u, group, dim=0, sizes=sizes) if sequence_parallel else copy_to_group(u, group)

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel_ops.layers.experts import Experts
+from parallel_ops.layers.latent_attention import ReplicatedLinear
 from parallel_ops.layers.linear_base import ParallelLinear
-from parallel_ops.layers.lora import is_adapter
+from parallel_ops.layers.lora import is_adapter, is_of_experts
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.adapters import Adapters, module_of, write_adapters
 from parallel_ops.models.huggingface.config_json import family_of, options_of
@@ -28,24 +30,41 @@ from parallel_ops.models.transformer import Transformer
 
 
 def linears_of(model: nn.Module) -> dict[str, ParallelLinear]:
-    """The linears that a model has, and that can have adapters, by plain name."""
+    """The parallel linears of a model by plain name."""
     return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
 
 
+def adaptable(model: Transformer) -> dict[str, nn.Module]:
+    """The modules of the linears that can have adapters, by the linears' plain names.
+
+    Experts have two, ``"....experts.gate_up"`` and ``"....experts.down"``. Layers that predict further tokens have
+    none: Transformers' models, of which adapters are, do not have these layers. Nor have dense MLPs and shared experts
+    of models with experts: peft (0.21.2) takes modules of their names, such as ``gate_proj``, for those of experts.
+    """
+    experts = model.config.experts is not None
+    found: dict[str, nn.Module] = {}
+    for number, layer in model.layers.items():
+        for name, module in layer.named_modules() if int(number) < model.config.num_layers else ():
+            plain = plain_name(f"layers.{number}.{name}")
+            if isinstance(module, Experts):
+                found |= {f"{plain}.gate_up": module, f"{plain}.down": module}
+            elif isinstance(module, (ParallelLinear, ReplicatedLinear)) and not (experts and name.startswith("mlp.")):
+                found[plain] = module
+    return found
+
+
 def linear_names(config: TransformerConfig) -> list[str]:
-    """The names of all linears of a model of this configuration, whatever stages a rank has."""
-    return list(linears_of(Transformer(config, device="meta")))
+    """The names of all linears of a model that can have adapters, whatever stages a rank has."""
+    return list(adaptable(Transformer(config, device="meta")))
 
 
-def chosen(config: TransformerConfig, names: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """The linears, of all ``names``, that ``targets`` select.
+def chosen(config: TransformerConfig, names: Sequence[str], lora: Lora) -> list[str]:
+    """The linears, of all ``names``, that the targets of ``lora`` select.
 
     Raises:
-        ValueError: a target selects none; a model with experts, with latent attention, or of no Hugging Face family.
+        ValueError: a target selects none; a model of no Hugging Face family; experts with dropout.
     """
-    if config.experts is not None or config.latent is not None:
-        what = "experts" if config.experts is not None else "latent attention"
-        raise ValueError(f"adapters of a model with {what} are not supported")
+    targets = lora.targets
     family = family_of(options_of(config, {}))
     theirs = {name: module_of(family, name)[0] for name in names}
 
@@ -57,7 +76,10 @@ def chosen(config: TransformerConfig, names: Sequence[str], targets: Sequence[st
         if not any(selects(target, name) for name in names):
             some = f"{names[0]} or {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in theirs.values()))}"
             raise ValueError(f"{target!r} matches no linear; their names are like {some}")
-    return [name for name in names if any(selects(target, name) for target in targets)]
+    found = [name for name in names if any(selects(target, name) for target in targets)]
+    if lora.dropout and (experts := [name for name in found if is_of_experts(name)]):
+        raise ValueError(f"adapters of experts need dropout of 0, as peft's do, got {lora.dropout} for {experts[0]}")
+    return found
 
 
 def add_adapters(model: Transformer, lora: Lora) -> None:
@@ -70,12 +92,15 @@ def add_adapters(model: Transformer, lora: Lora) -> None:
     """
     if model.lora is not None:
         raise ValueError("add_adapters: the model has adapters")
-    linears = linears_of(model)
+    linears = adaptable(model)
     every = list(linears) if model.stages is None else linear_names(model.config)
     with torch.random.fork_rng(devices=[]):  # so that the model is initialised as it is without adapters
-        for name in chosen(model.config, every, lora.targets):
-            if name in linears:
-                linears[name].add_lora(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+        for name in chosen(model.config, every, lora):
+            module = linears.get(name)
+            if isinstance(module, Experts):
+                module.add_lora(name.rpartition(".")[2], rank=lora.rank, alpha=lora.alpha)
+            elif isinstance(module, (ParallelLinear, ReplicatedLinear)):
+                module.add_lora(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     model.lora = lora
@@ -83,9 +108,7 @@ def add_adapters(model: Transformer, lora: Lora) -> None:
 
 def adapted_linears(model: Transformer) -> list[str]:
     """The names of the linears that have adapters, in all stages."""
-    if model.stages is None:
-        return [name for name, linear in linears_of(model).items() if linear.lora is not None]
-    return [] if model.lora is None else chosen(model.config, linear_names(model.config), model.lora.targets)
+    return [] if model.lora is None else chosen(model.config, linear_names(model.config), model.lora)
 
 
 def save_adapters(
@@ -112,6 +135,6 @@ def save_adapters(
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     family = family_of(options_of(model.config, model.loaded_options))
-    every = list(linears_of(model))
+    every = list(adaptable(model))
     adapters = Adapters(lora.rank, lora.alpha, lora.dropout, adapted_linears(model), every, base)
     write_adapters(Path(folder), family, adapters, whole.__getitem__, dtype=dtype)

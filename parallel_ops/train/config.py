@@ -154,7 +154,7 @@ class Settings(Section):
         if self.model.freeze:
             yield ("model", "freeze"), "must be left out with lora, which freezes all parameters but the adapters"
         try:
-            chosen(self.config, linear_names(self.config), self.lora.targets)
+            chosen(self.config, linear_names(self.config), self.lora.options)
         except ValueError as error:
             yield ("lora", "targets"), str(error)
 

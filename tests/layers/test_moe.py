@@ -70,6 +70,28 @@ def test_experts_in_float8(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("names", [("gate_up",), ("down",), ("gate_up", "down")])
+def test_adapters_of_experts_are_a_part_of_their_weights(options, names):
+    """``W + alpha / r B A``, by torch's autograd, which has the gradients of A and B from that of the weight."""
+    torch.manual_seed(0)
+    moe = ParallelMoE(12, 10, tp_mesh=None, dtype=torch.float64, init_method=torch.nn.init.normal_, **options)
+    for name in names:
+        moe.experts.add_lora(name, rank=3, alpha=1.5)
+        torch.nn.init.normal_(moe.experts.lora[name].b)
+    moe.experts.recompute = len(names) == 2
+    x, grad = torch.randn(2, 5, 3, 12, dtype=torch.float64)
+    y = moe(own := x.clone().requires_grad_())
+    y.backward(grad)
+    got = [own.grad, *(p.grad for p in moe.experts.lora.parameters())]
+    whole = {f"experts.{n}": getattr(moe.experts, n) + 0.5 * (a.b @ a.a) for n, a in moe.experts.lora.items()}
+    adapters, moe.experts.lora = list(moe.experts.lora.parameters()), torch.nn.ModuleDict()
+    want = torch.func.functional_call(moe, whole, (x.requires_grad_(),))
+    torch.testing.assert_close(y, want)
+    for mine, theirs in zip(got, torch.autograd.grad(want, [x, *adapters], grad), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 2}])
 def test_any_mesh_is_one_process(options, sequence_parallel, sizes):

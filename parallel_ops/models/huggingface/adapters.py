@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_ops.layers.lora import is_of_experts, names_of
 from parallel_ops.models.huggingface.families import Family, Stored
 from parallel_ops.models.huggingface.loading import safetensors
 
@@ -50,7 +51,11 @@ def module_of(family: Family, linear: str) -> tuple[str, Stored]:
     Raises:
         ValueError: The family has no such linear.
     """
-    stored = family.pieces(f"{linear}.weight", (1, 1))[0].stored
+    weight, *_ = names_of(linear)
+    if is_of_experts(linear):  # Transformers 5 has one parameter for all of a layer, whatever its files have
+        stored, layer = family.pieces(weight, (1, 2, 1))[0].stored, linear.split(".")[1]
+        return f"model.layers.{layer}.mlp.experts.{linear.rpartition('.')[2]}_proj", stored
+    stored = family.pieces(weight, (1, 1))[0].stored
     return stored.name.removesuffix(".weight"), stored
 
 
@@ -78,6 +83,8 @@ def write_adapters(
     tensors: dict[str, Tensor] = {}
     for name, parts in modules.items():
         a, b = _joined(parts, read)
+        if a.dim() == 3:
+            name, a, b = _of_experts(name, modules, parts[0][1], a, b)  # noqa: PLW2901
         for kind, tensor in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{name}.{kind}.weight"] = tensor.detach().to("cpu", dtype).contiguous().clone()
     config = _config(family, adapters, modules)
@@ -100,9 +107,10 @@ def write_adapters(
 
 def _joined(parts: Sequence[tuple[str, Stored]], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """A and B of one linear of the files."""
-    found = [(read(f"{linear}.lora.a"), read(f"{linear}.lora.b"), stored) for linear, stored in parts]
+    names = [(*names_of(linear), stored) for linear, stored in parts]
+    found = [(read(a), read(b), stored) for _, a, b, stored in names]
     a, b, stored = found[0]
-    if stored.parts == 1:
+    if stored.parts == 1 or a.dim() == 3:
         return a, b
     rank, rows = a.shape[0], b.shape[0]
     whole = b.new_zeros(rows * stored.parts, rank * len(found))
@@ -111,9 +119,25 @@ def _joined(parts: Sequence[tuple[str, Stored]], read: Callable[[str], Tensor]) 
     return torch.cat([a for a, _, _ in found]), whole
 
 
+def _of_experts(
+    name: str, modules: Mapping[str, Any], stored: Stored, a: Tensor, b: Tensor
+) -> tuple[str, Tensor, Tensor]:
+    """Name, A and B of a parameter of experts, as peft's ``ParamWrapper`` has them: of two parameters of one module,
+    the wrapper of the first is inside that of the second."""
+    module, _, own = name.rpartition(".")
+    inner = own == "gate_up_proj" and f"{module}.down_proj" in modules
+    if stored.interleaved:
+        b = b.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return f"{module}.base_layer" if inner else module, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+
+
 def _config(family: Family, adapters: Adapters, modules: Mapping[str, Sequence[tuple[str, Stored]]]) -> dict[str, Any]:
     # Those of which several are one have a rank of their own.
     wide = {name: len(parts) for name, parts in modules.items() if len(parts) > 1}
+    every = {module_of(family, linear)[0]: is_of_experts(linear) for linear in adapters.every}
+    chosen, names = (
+        [[n for n in own if every[n] == of_experts] for of_experts in (False, True)] for own in (modules, every)
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -124,11 +148,14 @@ def _config(family: Family, adapters: Adapters, modules: Mapping[str, Sequence[t
         "r": adapters.rank,
         "lora_alpha": _number(adapters.alpha),
         "lora_dropout": adapters.dropout,
-        "target_modules": _targets(modules, {module_of(family, linear)[0] for linear in adapters.every}),
+        "target_modules": _targets(chosen[0], names[0], 1),
+        **({"target_parameters": _targets(chosen[1], names[1], 2)} if chosen[1] else {}),
         "rank_pattern": {name: count * adapters.rank for name, count in wide.items()},
         "alpha_pattern": {name: _number(count * adapters.alpha) for name, count in wide.items()},
         # The linears of GPT-2 are stored [in, out].
-        "fan_in_fan_out": any(stored.transposed for parts in modules.values() for _, stored in parts),
+        "fan_in_fan_out": any(
+            stored.transposed and not stored.stacked for parts in modules.values() for _, stored in parts
+        ),
         "bias": "none",
         "init_lora_weights": True,
         "layers_pattern": None,
@@ -139,11 +166,11 @@ def _config(family: Family, adapters: Adapters, modules: Mapping[str, Sequence[t
     }
 
 
-def _targets(chosen: Mapping[str, Any], every: set[str]) -> list[str]:
-    """``target_modules``: the last parts of the names where they select these modules alone, or the names."""
-    last = sorted({name.rpartition(".")[2] for name in chosen})
-    selected = {name for name in every if name.rpartition(".")[2] in last}
-    return last if selected == set(chosen) else sorted(chosen)
+def _targets(chosen: Sequence[str], every: Sequence[str], parts: int) -> list[str]:
+    """``target_modules``: the last ``parts`` of the names where they select these alone, or the names."""
+    ends = {name: ".".join(name.split(".")[-parts:]) for name in every}
+    last = sorted({ends[name] for name in chosen})
+    return last if [name for name in every if ends[name] in last] == list(chosen) else sorted(chosen)
 
 
 def _number(value: float) -> int | float:

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-from parallel_ops.layers.lora import is_adapter
+from parallel_ops.layers.lora import is_adapter, names_of
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.huggingface.adapters import Adapters, write_adapters
 from parallel_ops.models.huggingface.config_json import family_of, options_of
 from parallel_ops.models.huggingface.streaming import write_folder
-from parallel_ops.models.lora import add_adapters, linears_of
+from parallel_ops.models.lora import adaptable, add_adapters
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
@@ -71,7 +71,7 @@ def export(
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     model = Transformer(config, device="meta")
-    every, adapted = list(linears_of(model)), description.model.get(LORA)
+    every, adapted = list(adaptable(model)), description.model.get(LORA)
     if adapted is not None:
         _add(model, adapted, source)
     merges, found = adapted is not None and has_base(description), model.state_dict().items()
@@ -82,6 +82,8 @@ def export(
             size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
             raise CheckpointError(f"{source}: {name} must be {list(shape)}, got {size}")
 
+    merged = {weight: adapter for weight, *adapter in map(names_of, adapted["linears"] if adapted and merges else ())}
+
     def read_one(name: str) -> Tensor:
         found: dict[str, Any] = {f"model.{name}": torch.empty(shapes[name], dtype=_dtype(metadata, name))}
         with warnings.catch_warnings():
@@ -90,10 +92,11 @@ def export(
         return found[f"model.{name}"]
 
     def read(name: str) -> Tensor:
-        linear, own = name.removesuffix(".weight"), read_one(name)
-        if adapted is None or not merges or linear == name or linear not in adapted["linears"]:
+        own = read_one(name)
+        if name not in merged:
             return own
-        a, b = (read_one(f"{linear}.lora.{part}").float() for part in "ab")
+        assert adapted is not None
+        a, b = (read_one(part).float() for part in merged[name])
         return own.float() + adapted["alpha"] / adapted["rank"] * (b @ a)
 
     loaded = description.rest.get("config_json")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.distributed.shards import local_box
-from parallel_ops.layers.lora import is_adapter
+from parallel_ops.layers.lora import is_adapter, names_of
 from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description, of_all
@@ -82,8 +82,9 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     # Read whole: of tables, and of adapters to be merged.
     whole = {name: _empty(metadata, name) for name in tables}
     for linear in merged:
-        if f"{linear}.weight" in model:
-            whole |= {f"{linear}.lora.{part}": _empty(metadata, f"{linear}.lora.{part}") for part in "ab"}
+        weight, *adapter = names_of(linear)
+        if weight in model:
+            whole |= {name: _empty(metadata, name) for name in adapter}
     checkpoints.load({"model": {**kept, **whole}, "optimizer": {"state": states}}, source, trainer.writers, metadata)
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=StateDictOptions()
@@ -92,9 +93,10 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     for name in tables:
         _copy_rows(parameters[name], whole[name])
     for linear in merged:
-        if f"{linear}.weight" in parameters:
-            a, b = (whole[f"{linear}.lora.{part}"].float() for part in "ab")
-            _add(parameters[f"{linear}.weight"], scaling * (b @ a))
+        weight, *adapter = names_of(linear)
+        if weight in parameters:
+            a, b = (whole[name].float() for name in adapter)
+            _add(parameters[weight], scaling * (b @ a))
     trainer.own_base = own_lora is not None and (not only_adapters or bool(merged))
     trainer.global_step, trainer.samples_seen = 0, 0
     other_data = changes_of_data(trainer, source)

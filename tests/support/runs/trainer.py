@@ -42,6 +42,11 @@ MODELS["experts"] = MODELS["llama"] | {
         "z_loss": 0.01,
     }
 }  # fmt: skip
+# With latent attention, and a layer that predicts further tokens.
+MODELS["deepseek"] = {name: value for name, value in MODELS["experts"].items() if name != "num_kv_heads"} | {
+    "latent": {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 16},
+    "prediction_layers": 1,
+}  # fmt: skip
 # As GPT-OSS: sinks, windows in turn, biases of attention, of the router and of experts, clamped SwiGLU, and YaRN.
 MODELS["gpt-oss"] = MODELS["llama"] | {
     "attention_bias": True, "attention_sinks": True, "window": (5, None),

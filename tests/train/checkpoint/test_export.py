@@ -92,9 +92,7 @@ def test_a_pipeline_in_several_files_opens_in_transformers(data, tmp_path, monke
 
 def test_layers_that_predict_further_tokens_train_in_any_plan_and_are_exported(data, tmp_path):
     """With experts whose routers are balanced, those of these layers among them."""
-    latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 16}
-    model = {name: value for name, value in runs.MODELS["experts"].items() if name != "num_kv_heads"}
-    model |= {"latent": latent, "prediction_layers": 1, "prediction_weight": 0.2}
+    model = runs.MODELS["deepseek"] | {"prediction_weight": 0.2}
     folders, losses = [], []
     for plan in ({}, {"pp": 2, "tp": 2, "schedule": "zb-h1"}, {"dp": 4, "zero": 3}):
         folder = tmp_path / str(len(folders))

@@ -100,13 +100,15 @@ def test_learned_positions_keep_their_first_rows(data, tmp_path):
         assert torch.equal(new[:16], old[:length]) and torch.equal(new[16:], fresh[16:])
 
 
-def test_to_adapters_and_back(data, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+def test_to_adapters_and_back(data, tmp_path, kind):
     """Adapters of what a run has trained, saved with it, resumed and exported; then all weights again, merged."""
-    full = first_phase(data, tmp_path / "full")
-    lora = {"model": LLAMA, "lora": {"rank": 2}}
+    model = runs.MODELS[kind]
+    full = first_phase(data, tmp_path / "full", model=model)
+    lora = {"model": model, "lora": {"rank": 2}}
     tuned = Trainer(runs.settings_of(data, **lora, checkpoint={"dir": str(tmp_path / "lora")}))
     said = tuned.begin_phase(tmp_path / "full")
-    assert any(line.startswith("anew: weights of layers.0.attention.q.lora.a") for line in said)
+    assert any(line.startswith("anew: weights of layers.0.attention.") and ".lora." in line for line in said)
     assert all(torch.equal(value, weights(tuned)[name]) for name, value in weights(full).items())
     tuned.step()
     tuned.step()
@@ -119,7 +121,7 @@ def test_to_adapters_and_back(data, tmp_path):
     losses = [again.step().loss, tuned.step().loss]
     assert losses[0] == losses[1]
 
-    whole = Trainer(runs.settings_of(data, model=LLAMA))
+    whole = Trainer(runs.settings_of(data, model=model))
     assert any("added to the weights" in line for line in whole.begin_phase(tmp_path / "lora"))
     tokens = torch.arange(12)[:, None] % runs.VOCABULARY
     code, out = parallel_ops("export", str(tmp_path / "lora"), str(tmp_path / "hf"))
@@ -132,7 +134,7 @@ def test_to_adapters_and_back(data, tmp_path):
         torch.testing.assert_close(whole.model.eval()(tokens), want, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(same.model.eval()(tokens), want, rtol=1e-5, atol=1e-5)
     # Other adapters: the old ones are merged first.
-    other = Trainer(runs.settings_of(data, model=LLAMA, lora={"rank": 3, "targets": ["layers.1.*"]}))
+    other = Trainer(runs.settings_of(data, model=model, lora={"rank": 3, "targets": ["layers.1.*"]}))
     other.begin_phase(tmp_path / "lora")
     with torch.no_grad():
         torch.testing.assert_close(other.model.eval()(tokens), want, rtol=1e-5, atol=1e-5)
