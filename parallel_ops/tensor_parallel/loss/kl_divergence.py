@@ -19,15 +19,19 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.dispatch.registration import cast_first, register
 from parallel_ops._internal.distributed.groups import group_name
-from parallel_ops._internal.gradients.split_backward import check_memory, requested
 from parallel_ops.comm.consistency import communicates, propagate_errors
-from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
 from parallel_ops.tensor_parallel.loss.cross_entropy import row_losses
+from parallel_ops.tensor_parallel.loss.distributions import (
+    check_temperature,
+    log_softmax,
+    rounded_gradients,
+    row_sums,
+    sum_of_shards,
+)
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
 from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, fake_gradients
-from parallel_ops.tensor_parallel.loss.log_probs import check_temperature, log_softmax, row_sums, scale_
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
 
 NAME = "vocab_parallel_linear_kl_divergence"
@@ -176,23 +180,21 @@ def _check_teacher(op: str, hidden: Tensor, weight: Tensor, teacher: Tensor, tea
 
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: Tensor, teacher_weight: Tensor | None,
-    chunking: ChunkOptions, widest: int,
+    chunking: ChunkOptions, widest: int, temperature: float,
 ) -> tuple[Chunks, Chunks | list[Tensor]]:  # fmt: skip
     """Chunks of the student, and of the teacher or, of its logits, their rows."""
-    student = Chunks(hidden, weight, bias, chunking, widest)
+    student = Chunks(hidden, weight, bias, chunking, widest, temperature=temperature)
     if teacher_weight is None:
         rows = teacher.view(-1, teacher.shape[-1])
         return student, [rows[i * student.rows : (i + 1) * student.rows] for i in range(student.count)]
     frozen = chunking._replace(needs=[False] * 3)
-    return student, Chunks(teacher, teacher_weight, None, frozen, widest, rows=student.rows)
+    return student, Chunks(teacher, teacher_weight, None, frozen, widest, rows=student.rows, temperature=temperature)
 
 
 def _teacher_logits(chunks: Chunks | list[Tensor], i: int, temperature: float) -> Tensor:
     if isinstance(chunks, list):
         return chunks[i] if temperature == 1.0 else chunks[i] / temperature
-    _, y = chunks.logits(i, None)
-    scale_(y, temperature)
-    return y
+    return chunks.logits(i, None)[1]
 
 
 @communicates
@@ -204,12 +206,11 @@ def forward(
     ignored = torch.full(hidden.shape[:-1], _IGNORED.ignore_index, device=hidden.device).flatten()
     kind = (temperature, None if teacher_weight is None else teacher.shape[-1], teacher.itemsize)
     group, layout, widest = agreed(NAME, weight, bias, ignored, _IGNORED, chunking, kind)
-    student, of_teacher_chunks = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest)
+    student, of_teacher_chunks = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest, temperature)
     loss, saved = fake(hidden, weight)
     losses, kept = student.split(loss), student.split(saved, 1)
     for i, t in enumerate(student.split(ignored)):
         _, z = student.logits(i, group)
-        scale_(z, temperature)
         y = _teacher_logits(of_teacher_chunks, i, temperature)
         _, _, of_z = row_losses(NAME, z, t.flatten(), None, _IGNORED, group, layout)
         _, _, of_y = row_losses(NAME, y, t.flatten(), None, _IGNORED, group, layout)
@@ -219,8 +220,7 @@ def forward(
             q = log_q.exp()
             # A column that the teacher does not have adds nothing, whatever the student's is.
             part[rows] = row_sums(torch.where(q == 0, 0.0, q.mul_(log_q.sub_(log_p))))
-        part = part if group is None else gathered(NAME, part, group).sum(0)
-        losses[i].copy_(part.view(losses[i].shape))
+        losses[i].copy_(sum_of_shards(NAME, part, group).view(losses[i].shape))
         kept[i].copy_(torch.cat([of_z[:2], of_y[:2]]).view(-1, *t.shape))
     return loss, saved
 
@@ -232,11 +232,10 @@ def backward_of_chunks(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     chunking = ChunkOptions(*arguments)
     group, widest = agreed_backward(NAME, weight, grad, chunking, (temperature,))
-    student, of_teacher = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest)
+    student, of_teacher = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest, temperature)
     kept = student.split(saved, 1)
     for i, g in enumerate(student.split(grad)):
         h, z = student.logits(i, group)
-        scale_(z, temperature)
         y, row_saved = _teacher_logits(of_teacher, i, temperature), kept[i].flatten(1)
         by_row = (g.reshape(-1) / temperature).unsqueeze(1)
         for rows in blocks_of(z):
@@ -270,12 +269,8 @@ def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
     if grad is None:
         return nothing
     hidden, weight, *others = ctx.saved_tensors
-    needs = requested(ctx)[:3]
-    if not needs[0]:
-        check_memory(NAME, "weight", weight)
-    gradients = _backward_op(grad, hidden, weight, *others, ctx.temperature, *ctx.chunking, needs)
-    wanted = [g.to(weight.dtype) if need else None for g, need in zip(gradients, needs, strict=True)]
-    return *wanted, *nothing[3:]
+    given = grad, hidden, weight, *others, ctx.temperature, *ctx.chunking
+    return *rounded_gradients(NAME, ctx, weight, lambda needs: _backward_op(*given, needs)), *nothing[3:]
 
 
 def _flops(hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: Tensor, other: Tensor | None, *_: Any) -> int:
@@ -290,12 +285,9 @@ def _flops_of_backward(
 
 
 _backward_op = register(
-    f"{NAME}_backward",
-    outputs=_fake_backward,
-    cpu=backward_of_chunks,
-    cuda=backward_of_chunks,
+    f"{NAME}_backward", outputs=_fake_backward, cpu=backward_of_chunks, cuda=backward_of_chunks,
     flops=_flops_of_backward,
-)
+)  # fmt: skip
 _op = register(
     NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
     autocast=cast_first(3), flops=_flops,

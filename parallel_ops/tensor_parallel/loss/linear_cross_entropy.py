@@ -42,13 +42,13 @@ from parallel_ops.ops.cross_entropy.options import (
     check_target,
     check_target_values,
 )
+from parallel_ops.tensor_parallel.loss.distributions import flops_of_backward
 from parallel_ops.tensor_parallel.loss.linear_loss import (
     NAME,
     backward_per_row,
     fake,
     fake_backward,
     flops,
-    flops_of_backward,
     forward,
     options_of,
 )

@@ -131,11 +131,3 @@ def flops(
     options, chunking = options_of(arguments)
     gradients = sum(chunking.needs[:2]) if in_forward(options, chunking) else 0
     return (1 + gradients) * 2 * target.numel() * weight.numel()
-
-
-def flops_of_backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, column: Tensor,
-    saved: Tensor, *arguments: Any,
-) -> int:  # fmt: skip
-    _, chunking = options_of(arguments)
-    return (1 + sum(chunking.needs[:2])) * 2 * grad.numel() * weight.numel()

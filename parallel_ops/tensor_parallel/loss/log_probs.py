@@ -22,15 +22,21 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.dispatch.registration import cast_first, register
 from parallel_ops._internal.distributed.groups import group_name
-from parallel_ops._internal.gradients.split_backward import check_memory, requested
 from parallel_ops.comm.consistency import communicates, propagate_errors
-from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.options import COLUMN_IGNORED, NONE, LossOptions, check_target_values
 from parallel_ops.tensor_parallel.loss.cross_entropy import row_losses
+from parallel_ops.tensor_parallel.loss.distributions import (
+    check_temperature,
+    flops_of_backward,
+    rounded_gradients,
+    row_entropy,
+    sum_of_shards,
+    write_gradient_,
+)
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
 from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, fake_gradients
-from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
+from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks
 
 NAME = "vocab_parallel_linear_log_probs"
 
@@ -175,11 +181,6 @@ def linear_log_probs_reference(
     return LogProbs(torch.where(kept, at_token, 0.0), torch.where(kept, -summands.sum(-1), 0.0))
 
 
-def check_temperature(op: str, temperature: float) -> None:
-    if not 0.0 < temperature < math.inf:
-        raise ValueError(f"{op}: temperature must be a finite number above 0, got {temperature}")
-
-
 def _call(
     name: str, hidden: Tensor, weight: Tensor, tokens: Tensor, options: Options, bias: Tensor | None,
     group: ProcessGroup | None, sequence_parallel: bool, chunk_bytes: int | None,
@@ -210,52 +211,22 @@ def _options_of(arguments: Any) -> tuple[Options, ChunkOptions]:
 def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     options, chunking = _options_of(arguments)
     group, layout, widest = agreed(NAME, weight, bias, tokens, options.of_loss(), chunking, options)
-    chunks = Chunks(hidden, weight, bias, chunking, widest)
+    chunks = Chunks(hidden, weight, bias, chunking, widest, temperature=options.temperature)
     log_probs, entropy, column, saved = fake(hidden, weight, bias, tokens, *arguments)
     columns, kept = chunks.split(column), chunks.split(saved, 1)
     for i, t in enumerate(chunks.split(tokens)):
         _, z = chunks.logits(i, group)
-        scale_(z, options.temperature)
-        loss, where, row_saved = row_losses(
-            NAME, z, t.flatten().contiguous(), None, options.of_loss(), group, layout
-        )  # fmt: skip
+        t_flat = t.flatten().contiguous()
+        loss, where, row_saved = row_losses(NAME, z, t_flat, None, options.of_loss(), group, layout)
         rows = [*row_saved[:2], -loss]
         if options.entropy:
-            part = row_entropy(z, row_saved)
-            part = part if group is None else gathered(NAME, part, group).sum(0)
-            rows.append(torch.where(where == COLUMN_IGNORED, 0.0, part))
+            rows += [torch.where(where == COLUMN_IGNORED, 0.0, sum_of_shards(NAME, row_entropy(z, row_saved), group))]
         columns[i].copy_(where.view(t.shape))
         kept[i].copy_(torch.stack(rows).view(-1, *t.shape))
     log_probs.copy_(saved[2].view(tokens.shape))
     if options.entropy:
         entropy.copy_(saved[3].view(tokens.shape))
     return log_probs, entropy, column, saved
-
-
-def scale_(z: Tensor, temperature: float) -> None:
-    if temperature != 1.0:
-        z.mul_(1.0 / temperature)
-
-
-def row_entropy(z: Tensor, saved: Tensor) -> Tensor:
-    """``- sum_j p_j log p_j`` of each row over the columns of this shard."""
-    out = saved.new_empty(z.shape[0])
-    for rows in blocks_of(z):
-        p = log_softmax(z[rows], saved[:, rows])
-        out[rows] = row_sums(torch.special.entr(p.exp_(), out=p))
-    return out
-
-
-def log_softmax(z: Tensor, saved: Tensor) -> Tensor:
-    """The log-probabilities of rows, in the dtype of ``saved``: their maximum, log of the sum of exponentials, ..."""
-    return z.to(saved.dtype).sub(saved[0].unsqueeze(1)).sub_(saved[1].unsqueeze(1))
-
-
-def row_sums(t: Tensor) -> Tensor:
-    """Sums of rows with the same bits at any thread count: torch cuts a single row into pieces, one a thread."""
-    if t.is_cpu and t.shape[0] == 1:
-        return kernels.sum_in_pieces(t).view(1)
-    return t.sum(1)
 
 
 @communicates
@@ -265,35 +236,19 @@ def backward_of_chunks(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options, chunking = _options_of(arguments)
     group, widest = agreed_backward(NAME, weight, grad, chunking, (*options, grad_entropy is None))
-    chunks = Chunks(hidden, weight, bias, chunking, widest)
+    chunks = Chunks(hidden, weight, bias, chunking, widest, temperature=options.temperature)
     columns, kept = chunks.split(column), chunks.split(saved, 1)
     of_entropy = [None] * chunks.count if grad_entropy is None else chunks.split(grad_entropy)
     for i, g in enumerate(chunks.split(grad)):
         h, z = chunks.logits(i, group)
-        scale_(z, options.temperature)
         where, row_saved = columns[i].flatten().contiguous(), kept[i].flatten(1).contiguous()
         by_row, g_entropy = g.reshape(-1) / options.temperature, of_entropy[i]
         if g_entropy is None:
             kernels.backward(-by_row, z, None, where, row_saved[:3].contiguous(), None, *options.of_loss(), z)
         else:
-            _gradient_(z, where, row_saved, by_row, g_entropy.reshape(-1) / options.temperature)
+            write_gradient_(z, where, row_saved, by_row, g_entropy.reshape(-1) / options.temperature)
         chunks.add_gradients(i, h, z, group)
     return chunks.gradients()
-
-
-def _gradient_(z: Tensor, column: Tensor, saved: Tensor, grad: Tensor, grad_entropy: Tensor) -> None:
-    """Writes the gradient of both results over the logits, rounded once."""
-    here, used = column >= 0, column != COLUMN_IGNORED
-    for rows in blocks_of(z):
-        log_p = log_softmax(z[rows], saved[:, rows])
-        p = log_p.exp()
-        # Absent columns have p = 0 and log p = -inf, whose product must be 0.
-        log_p.clamp_(min=-1e4).add_(saved[3, rows].unsqueeze(1)).mul_(grad_entropy[rows].unsqueeze(1))
-        dz = log_p.add_(grad[rows].unsqueeze(1)).mul_(p).neg_()
-        at = column[rows].clamp(min=0).unsqueeze(1)
-        if dz.shape[1]:
-            dz.scatter_(1, at, dz.gather(1, at) + torch.where(here[rows], grad[rows], 0.0).unsqueeze(1))
-        z[rows] = torch.where(used[rows].unsqueeze(1), dz, 0.0).to(z.dtype)
 
 
 def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -329,36 +284,17 @@ def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
     if grad is None and grad_entropy is None:
         return nothing
     hidden, weight, bias, column, saved = ctx.saved_tensors
-    needs = requested(ctx)[:3]
-    if not needs[0]:
-        check_memory(NAME, "weight", weight)
     if grad is None:
         grad = saved[2].new_zeros(saved.shape[1])
-    gradients = _backward_op(
-        grad, grad_entropy, hidden, weight, bias, column, saved, *ctx.arguments[:-1], needs
-    )  # fmt: skip
-    wanted = [g.to(weight.dtype) if need else None for g, need in zip(gradients, needs, strict=True)]
-    return *wanted, *nothing[3:]
-
-
-def _flops(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *_: Any) -> int:
-    return 2 * tokens.numel() * weight.numel()
-
-
-def _flops_of_backward(
-    grad: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, *arguments: Any
-) -> int:
-    return (1 + sum(arguments[-1][:2])) * 2 * grad.numel() * weight.numel()
+    given = grad, grad_entropy, hidden, weight, bias, column, saved, *ctx.arguments[:-1]
+    return *rounded_gradients(NAME, ctx, weight, lambda needs: _backward_op(*given, needs)), *nothing[3:]
 
 
 _backward_op = register(
-    f"{NAME}_backward",
-    outputs=_fake_backward,
-    cpu=backward_of_chunks,
-    cuda=backward_of_chunks,
-    flops=_flops_of_backward,
-)
+    f"{NAME}_backward", outputs=_fake_backward, cpu=backward_of_chunks, cuda=backward_of_chunks,
+    flops=lambda grad, _, *given: flops_of_backward(grad, *given),
+)  # fmt: skip
 _op = register(
     NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=2,
-    autocast=cast_first(3), flops=_flops,
+    autocast=cast_first(3), flops=lambda _, weight, bias, tokens, *rest: 2 * tokens.numel() * weight.numel(),
 )  # fmt: skip

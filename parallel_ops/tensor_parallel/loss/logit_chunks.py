@@ -54,10 +54,10 @@ class Chunks:
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: ChunkOptions, widest: int,
-        rows: int | None = None,
+        rows: int | None = None, temperature: float = 1.0,
     ) -> None:  # fmt: skip
         self._shape = hidden.shape
-        self.weight, self.bias, self.options = weight, bias, options
+        self.weight, self.bias, self.options, self._scale = weight, bias, options, 1.0 / temperature
         self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.local_rows = self.hidden.shape[0]
         most = _max_rows(options, widest, weight) if rows is None else rows
@@ -85,14 +85,17 @@ class Chunks:
         return [whole[..., i * self.rows : (i + 1) * self.rows] for i in range(self.count)]
 
     def logits(self, i: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Rows of hidden in chunk ``i``, gathered over the ranks that share them, and their logits, in the buffer."""
+        """Rows of hidden in chunk ``i``, gathered over the ranks that share them, and their logits, in the buffer.
+
+        The logits are divided by the temperature.
+        """
         h = self.hidden if self.count == 1 else self.hidden[i * self.rows : (i + 1) * self.rows]
         if self.options.parts > 1:
             gathered = h.new_empty((self.options.parts * h.shape[0], h.shape[1]))
             all_gather_single(gathered, h.contiguous(), group=group)
             h = gathered
         if self.count == 1:
-            return h, F.linear(h, self.weight, self.bias)
+            return h, self._scaled(F.linear(h, self.weight, self.bias))
         if self._buffer is None:
             self._buffer = self.weight.new_empty((self.rows * self.options.parts, self.weight.shape[0]))
         z = self._buffer[: h.shape[0]]
@@ -100,7 +103,10 @@ class Chunks:
             torch.mm(h, self.weight.t(), out=z)
         else:
             torch.addmm(self.bias, h, self.weight.t(), out=z)
-        return h, z
+        return h, self._scaled(z)
+
+    def _scaled(self, z: Tensor) -> Tensor:
+        return z if self._scale == 1.0 else z.mul_(self._scale)
 
     def add_gradients(self, i: int, h: Tensor, dz: Tensor, group: ProcessGroup | None) -> None:
         """Adds the gradients of chunk ``i``: rows of hidden ``h``, gradient of their logits ``dz``."""
