@@ -31,6 +31,7 @@ COMMANDS = {
     "overlap": ("parallel.overlap", "how much the overlapped linears hide"),
     "pipeline": ("parallel.pipeline", "idle time and throughput of pipeline schedules"),
     "planner": ("training.planner", "steps of the trainer beside the planner's"),
+    "precision": ("training.precision", "losses in float8 beside those in bfloat16"),
     "ring_attention": ("parallel.ring_attention", "attention over a sequence that ranks share"),
     "step": ("training.step", "a step of the trainer beside plain DDP and FSDP2"),
 }
