@@ -13,6 +13,7 @@ and the host never waits for ``ends``. Elsewhere, and in blocks of 128, for whic
 waits once for each product and starts a ``scaled_mm`` for each expert.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -191,8 +192,7 @@ def _product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, recipe: str, emulated: bool, gradient: bool
 ) -> Tensor:
     form, summed = RECIPES[recipe], b.dim() == 2
-    major = torch.cuda.get_device_capability(a.device)[0] if a.is_cuda and not emulated else 0
-    if a.numel() and len(ends) <= MAX_GROUPS and major in _MAJORS.get(recipe, ()):
+    if not emulated and a.is_cuda and a.numel() and len(ends) <= MAX_GROUPS and _has_kernel(a.device, recipe):
         y = _kernel(Quantized(a, a_scales), Quantized(b, b_scales), ends, form, gradient)
         if summed:  # a group without rows has what was in memory (pytorch/pytorch#172439)
             return y.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
@@ -216,6 +216,20 @@ def _(
 ) -> Tensor:
     shape = (len(ends), len(a), len(b)) if b.dim() == 2 else (len(a), b.shape[1])
     return a.new_empty(shape, dtype=torch.bfloat16)
+
+
+@functools.cache
+def _has_kernel(device: torch.device, recipe: str) -> bool:
+    """Whether torch has a grouped product for this GPU: that of MXFP8 is not in every build (USE_FBGEMM_GENAI)."""
+    if torch.cuda.get_device_capability(device)[0] not in _MAJORS.get(recipe, ()):
+        return False
+    form, x = RECIPES[recipe], torch.zeros(128, 128, device=device, dtype=torch.bfloat16)
+    ends = torch.full((1,), 128, device=device)
+    try:
+        _kernel(quantize(x, E4M3, form), _experts(x[None], form), ends, form, False)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _part(t: Quantized, group: int, start: int, end: int) -> Quantized:

@@ -5,8 +5,8 @@
     dW    = q(dY^T) q(X^T)^T            rows of dY^T and of X^T
 
 A row is always what the product sums over. Each matrix is quantized by row and by column, from 16 bits: saved are X and
-W as they are, as ``F.linear`` does, so other ops share the memory. Weights in square blocks are quantized once, since
-their transpose has the same scales. Scales are of the current values: there is no history to keep.
+W as they are, as ``F.linear`` does, so other ops share the memory. Weights in square blocks have the same values
+both times, since their transpose has the same scales. Scales are of the current values: there is no history to keep.
 
 In a split backward the input half computes dX, of dY by rows; the weight half, or a queue later, quantizes dY and X by
 columns. ``torch._scaled_mm`` by row takes e5m2 as its first operand only and rounds its sums to bfloat16

@@ -187,6 +187,20 @@ def test_calls_of_scaled_grouped_mm(recipe, monkeypatch):
     assert calls == [True, False, False]
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_a_kernel_is_used_where_torch_was_built_with_it(built, monkeypatch):
+    def stand_in(a, b, **_):
+        if built:
+            return a.new_zeros(len(a), b.shape[2], dtype=torch.bfloat16)
+        raise NotImplementedError("mxfp8_mxfp8 grouped gemm requires compile with USE_FBGEMM_GENAI")
+
+    monkeypatch.setattr(F, "scaled_grouped_mm", stand_in)
+    for major, has in ((8, ()), (9, ("fp8_rowwise",)), (10, ("fp8_rowwise", "mxfp8")), (12, ())):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
+        found = [name for name in RECIPES if module._has_kernel.__wrapped__(torch.device("cpu"), name)]
+        assert found == (list(has) if built else [])
+
+
 @every_recipe
 def test_compiles_to_one_graph(recipe):
     given, ends, dy = inputs(recipe, bias=True)
