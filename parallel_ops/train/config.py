@@ -82,9 +82,13 @@ class Settings(Section):
                 continue
             value, own = out["parallel"].pop(name), out.get(section, {})
             own = own if isinstance(own, dict) else own.model_dump(exclude_unset=True)
-            if own.get(key, value) != value:
-                raise _error((section, key), f"is {own[key]!r}, but parallel.{name} is {value!r}")
-            out[section] = {**own, key: value}
+            wanted = {key: value}
+            if name == "dtype" and isinstance(value, str) and value in RECIPES:  # a plan's float8 is that of products
+                wanted = {"dtype": "bf16", "linears": value}
+            for place, part in wanted.items():
+                if own.get(place, part) != part:
+                    raise _error((section, place), f"is {own[place]!r}, but parallel.{name} is {value!r}")
+            out[section] = {**own, **wanted}
         return out
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel_ops._internal.files import read_toml
+from parallel_ops.ops.float8_recipes import RECIPES
 from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.settings import SourceSettings
@@ -99,7 +100,9 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
         raise ValueError(f"--set: {section} is no section, but {own!r}")
     if section == "parallel" and key in ("dtype", "recompute"):
         # These have their own sections.
-        return set_key(data, f"{'precision.dtype' if key == 'dtype' else 'recompute.kind'}={json.dumps(value)}")
+        if key == "dtype" and isinstance(value, str) and value in RECIPES:
+            data, key = set_key(data, 'precision.dtype="bf16"'), "linears"
+        return set_key(data, f"{'recompute.kind' if key == 'recompute' else f'precision.{key}'}={json.dumps(value)}")
     return {**data, section: {**own, key: value}}
 
 

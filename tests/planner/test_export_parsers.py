@@ -353,6 +353,8 @@ def test_the_trainers_parallel_section_is_the_plan():
         written = tomllib.loads(export("parallel_ops", model, cluster, plan))
         elsewhere = {"dtype": written["precision"]["dtype"], "recompute": written["recompute"]["kind"]}
         assert Plan(**written["parallel"], **elsewhere, fused_loss=True) == plan
+        float8 = tomllib.loads(export("parallel_ops", model, cluster, replace(plan, dtype="mxfp8")))
+        assert float8["precision"] == {"dtype": "bf16", "linears": "mxfp8"}
         assert (written["model"]["hidden_size"], written["model"]["seq_length"]) == (
             model.hidden_size,
             model.seq_length,

@@ -13,6 +13,7 @@ from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, Expo
 from parallel_ops.planner.feasibility import pipeline_problems
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FORMATS, stored
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
@@ -50,7 +51,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
         "optimizer": {"lr": 3e-4},
         "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
-        "precision": {"dtype": plan.dtype},
+        "precision": {"dtype": stored(plan.dtype)} | ({"linears": plan.dtype} if plan.dtype in FORMATS else {}),
         "recompute": {"kind": plan.recompute},
         "checkpoint": {"dir": "checkpoints", "interval": 100},
         "logging": {"jsonl": "metrics.jsonl"},
@@ -127,8 +128,8 @@ TRAINER = ExportTarget(
         **PLAIN_EXPERTS,
         "expert_tp": ((0, 1), "its experts are not split by tensor parallelism"),
         "dtype": (
-            ("bf16", "fp16", "fp32"),
-            "its plans are bf16, fp16 and fp32, and float8 is precision.linears of its file",
+            ("bf16", "fp16", "fp32", "fp8_rowwise", "fp8_blockwise", "mxfp8"),
+            "its products are bf16, fp16, fp32, fp8_rowwise, fp8_blockwise or mxfp8",
         ),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
         "recompute": (
