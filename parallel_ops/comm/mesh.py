@@ -118,6 +118,7 @@ class ParallelMesh:
         self._sizes |= {"efsdp": experts // ep, "ep": ep}
         self._root: DeviceMesh | None = None
         self._meshes: dict[str, DeviceMesh] = {}
+        self._timeout = timeout
         if dist.is_initialized():
             world_group = dist.group.WORLD
             assert world_group is not None
@@ -219,6 +220,24 @@ class ParallelMesh:
     def pipelines(self) -> list[list[int]]:
         """The global ranks of each group ``pp`` of the job, stage by stage."""
         found: list[list[int]] = self.root.mesh.reshape(self._sizes["pp"], -1).t().tolist()
+        return found
+
+    def parts(self, name: str) -> dict[int, ProcessGroup | None]:
+        """This rank's neighbours along a dimension: groups of aligned ranks, of every power of two that divides it.
+
+        All ranks call it; the groups are made once.
+        """
+        size, whole = self.size(name), self[name]
+        found: dict[int, ProcessGroup | None] = {1: None}
+        for own in (2**n for n in range(1, size.bit_length()) if size % 2**n == 0):
+            assert whole is not None
+            if own < size and f"{name}_of_{own}" not in self._meshes:
+                across, inside = f"{name}_across_{own}", f"{name}_of_{own}"
+                view = whole._unflatten(0, (size // own, own), (across, inside))
+                self._meshes |= {across: view[across], inside: view[inside]}
+                if self._timeout is not None:
+                    set_group_timeout(view[inside].get_group(), self._timeout)
+            found[own] = (whole if own == size else self._meshes[f"{name}_of_{own}"]).get_group()
         return found
 
     def size(self, name: str) -> int:

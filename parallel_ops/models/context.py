@@ -1,5 +1,6 @@
 """Context parallelism of a model: the tokens of each rank, and the mean loss over the ranks."""
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ class Context:
 
     Args:
         windows: the window of each layer, for the balanced layout, which all layers share.
+        parts: other groups of this rank, by size, for ``over``.
 
     Attributes:
         group, ranks, rank: the process group (``None`` for one rank), its size, and this rank in it.
@@ -64,7 +66,7 @@ class Context:
 
     def __init__(
         self, layer: str, mesh: DeviceMesh | None, cp_layout: Layout, algorithm: AlgorithmName,
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[int | None] = (None,), parts: Mapping[int, ProcessGroup | None] | None = None,
     ) -> None:  # fmt: skip
         mesh = check_mesh(layer, mesh)
         layout_for(1, 1, cp_layout)  # raises here, not at the first forward
@@ -73,11 +75,31 @@ class Context:
         self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.core_attention: CoreAttention | None = None
-        if mesh is not None:
-            assert self.group is not None
+        self._options: dict[str, Any] = {}
+        self._parts: dict[int, Context] = {}
+        if mesh is not None or parts is not None:
             self.core_attention = RingCoreAttention(
                 ring_attention, group=self.group, cp_layout=cp_layout, algorithm=algorithm
             )
+
+        for size, group in (parts or {}).items():
+            part = self._parts[size] = copy.copy(self)
+            part.group, part.ranks, part.rank = group, size, 0 if group is None else group.rank()
+            # Rows have documents of any length, which only this layout balances.
+            part.cp_layout, part._options = "balanced", {"group": group}
+
+    def over(self, ranks: int | None) -> "Context":
+        """The context of ``ranks`` neighbours, or with ``None`` this one.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        if ranks is None:
+            return self
+        if ranks not in self._parts:
+            sizes = ", ".join(map(str, self._parts)) or "none without groups by length"
+            raise ValueError(f"{self.layer}: cp_ranks must be one of {sizes}, got {ranks}")
+        return self._parts[ranks]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
         """The same object: a copy of a model is over the same ranks."""
@@ -103,7 +125,7 @@ class Context:
             layout: what ``layout`` returned for this sequence, if it was made ahead.
         """
         if self.ranks == 1:
-            return Place()
+            return Place(core_options=self._options)
         length = s if whole else s * self.ranks
         if layout is None:
             layout = self.layout(length, cu_seqlens)
@@ -116,7 +138,7 @@ class Context:
             layout,
             self.rank,
             layout.positions(self.rank, device=device),
-            {"length": length, "cp_layout": layout} if self.cp_layout == "balanced" else {"length": length},
+            self._options | {"length": length} | ({"cp_layout": layout} if self.cp_layout == "balanced" else {}),
         )
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ al., arXiv:2407.21783 (their scaling).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.dropout import seed_generators
@@ -62,6 +63,7 @@ class Transformer(PretrainedModel):
             experts and the loss always have the exact sum.
         cp_mesh: the context-parallel ranks, which share each sequence: a ``DeviceMesh`` of one dimension
             (``mesh["cp"]``); ``None`` for one.
+        cp_parts: groups of other sizes that calls may name by ``cp_ranks``; see ``ParallelMesh.parts``.
         cp_layout, algorithm: how ``context`` splits the sequence, and how its ranks exchange keys and values; see
             ``ring_attention``.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
@@ -111,6 +113,7 @@ class Transformer(PretrainedModel):
         grad_reduce: GradReduce = "fp32",
         cp_mesh: DeviceMesh | None = None,
         cp_layout: Layout = "zigzag",
+        cp_parts: Mapping[int, ProcessGroup | None] | None = None,
         algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,
         ep_mesh: DeviceMesh | None = None,
@@ -125,8 +128,8 @@ class Transformer(PretrainedModel):
                 f"Transformer: stages must have num_layers ({config.num_layers}) layers in all, got {sum(stages.sizes)}"
             )
         self.stages, self.pp_rank = stages, pp_rank
-        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm, config.windows)
-        if core_attention is not None and self.context.ranks > 1:
+        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm, config.windows, cp_parts)
+        if core_attention is not None and self.context.core_attention is not None:
             raise ValueError("Transformer: core_attention must be None with cp_mesh, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
         self.overlap, self.grad_reduce = overlap, grad_reduce
@@ -221,13 +224,13 @@ class Transformer(PretrainedModel):
         rows = self.context.lengths(s)[self.context.rank]
         return (rows // self.ranks if self.sequence_parallel else rows), b, self.config.hidden_size
 
-    def sequence_layout(self, s: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
+    def sequence_layout(self, s: int, cu_seqlens: Tensor | None = None, cp_ranks: int | None = None) -> SequenceLayout:
         """Which rank of ``context`` has which of ``s`` tokens; it orders logits, as ``join_sequence`` does.
 
         Args:
-            cu_seqlens: as in ``forward``; the balanced layout depends on it.
+            cu_seqlens: as in ``forward``; the balanced layout depends on it. cp_ranks: as there.
         """
-        return self.context.layout(s, cu_seqlens)
+        return self.context.over(cp_ranks).layout(s, cu_seqlens)
 
     @torch.no_grad()
     def reset_parameters(self, only: type[nn.Module] = nn.Module) -> None:
@@ -257,6 +260,7 @@ class Transformer(PretrainedModel):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         layout: SequenceLayout | None = None,
+        cp_ranks: int | None = None,
         stage: int | None = None,
         hidden_states: Tensor | None = None,
         dropout_seed: int | None = None,
@@ -273,6 +277,7 @@ class Transformer(PretrainedModel):
             cu_seqlens: ``[documents + 1]``, int32 or int64, the starts of documents in the sequences, from 0 to ``s``.
                 No token attends to another document. Positions do not restart.
             layout: what ``sequence_layout`` returned, if it was made ahead; ``None`` makes it here.
+            cp_ranks: number of neighbours that share these sequences, of ``cp_parts``; ``None`` for ``cp_mesh``.
             stage: of a model with ``stages``, the one to compute; every stage is called with the same ``tokens``,
                 ``targets``, ``positions``, ``cu_seqlens`` and ``layout``.
             hidden_states: what the stage before returned, of ``stream_shape``; ``None`` for the first.
@@ -296,10 +301,9 @@ class Transformer(PretrainedModel):
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.
         """
         check_inputs(self, tokens, targets, positions, stage, hidden_states)
+        context = self.context.over(cp_ranks)
         whole = self.tokens is not None or stage is not None
-        place = self.context.place(
-            tokens.shape[0], whole=whole, device=tokens.device, cu_seqlens=cu_seqlens, layout=layout
-        )
+        place = context.place(tokens.shape[0], whole=whole, device=tokens.device, cu_seqlens=cu_seqlens, layout=layout)
         row_positions = place.positions
         length = self._length(tokens, positions, place.layout)
         positions = place.shard(positions) if positions is not None else row_positions
@@ -329,23 +333,25 @@ class Transformer(PretrainedModel):
             raise ValueError("Transformer: a stage with norm needs head, or tokens where the embeddings are tied")
         if targets is None:
             return self._logits(x, head)
-        loss = self._loss(x, head, targets, shards)
+        loss = self._loss(context, x, head, targets, shards)
         for k, number in enumerate(self._further if self.training else (), 1):
             assert self.tokens is not None
             ahead, later = further(everyone, targets, k, cu_seqlens)
             self._seed(dropout_seed, str(number), tokens.device)
             x = self.layers[str(number)](x, angles, embedding=self.tokens(shards.shard(ahead)), **common)
             weight = self.config.prediction_weight / self.config.prediction_layers
-            loss = loss + weight * self._loss(x, head, later, shards)
+            loss = loss + weight * self._loss(context, x, head, later, shards)
         return loss if losses is None or aux_scale is not None else with_auxiliary(self, loss, losses)
 
-    def _loss(self, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: Place) -> Tensor:
+    def _loss(
+        self, context: Context, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: Place
+    ) -> Tensor:
         """The mean loss over all ranks of ``context``, of which ``shards`` has this one's part of ``targets``."""
         loss = vocab_parallel_linear_cross_entropy(
             x, head.local_weight(), shards.shard(targets), group=self.group, sequence_parallel=self.sequence_parallel,
-            reduction="mean" if self.context.ranks == 1 else "sum",
+            reduction="mean" if context.ranks == 1 else "sum",
         )  # fmt: skip
-        return loss if self.context.ranks == 1 else self.context.mean(loss, (targets != IGNORE_INDEX).sum())
+        return loss if context.ranks == 1 else context.mean(loss, (targets != IGNORE_INDEX).sum())
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
         if seed is None or not self.training or not self.draws:

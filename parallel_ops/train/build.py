@@ -13,6 +13,8 @@ from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_recipes import device_problem
+from parallel_ops.planner.documents import pair_work
+from parallel_ops.train.data.by_length import ByLength
 from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
@@ -108,11 +110,20 @@ def compared_values(settings: "Settings", samples: AnySamples, held_out: Samples
     return values
 
 
+def by_length(settings: "Settings", mesh: ParallelMesh) -> ByLength | None:
+    """What shares documents out to groups of ranks, with ``parallel.cp_groups = "by_length"``."""
+    from parallel_ops.train.planner_bridge import model_of
+
+    if settings.parallel.cp_groups == "fixed":
+        return None
+    return ByLength(mesh.size("loss"), mesh.rank("loss"), pair_work(model_of(settings)))
+
+
 def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, model: nn.Module | None) -> nn.Module:
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
     precision = settings.precision
     options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
-    options["cp_layout"] = settings.parallel.cp_layout
+    options |= {"cp_layout": settings.parallel.cp_layout, "cp_groups": settings.parallel.cp_groups}
     options |= {
         "activation_offload": settings.recompute.offload,
         "offload_in_flight": settings.recompute.offload_in_flight,

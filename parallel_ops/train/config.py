@@ -139,11 +139,32 @@ class Settings(Section):
                 ("run", "compile"),
                 "must be false with parallel.cp_layout balanced: each batch has another layout to compile",
             )
+        yield from self._group_problems()
         yield from self._fp8_problems()
         yield from self._evaluation_problems()
         yield from self._lora_problems()
         if self.checkpoint.interval and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.interval"
+
+    def _group_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        plan = self.plan
+        if self.parallel.cp_groups == "fixed":
+            return
+        for wrong, need in (
+            (not self.data.document_mask, "data.document_mask: documents are what is shared out"),
+            (plan.dp * plan.cp % 2 != 0, f"an even dp * cp, got {plan.dp * plan.cp}"),
+            (plan.pp > 1, "parallel.pp of 1: stages would differ in their numbers of tokens"),
+            (
+                plan.tp > 1 and plan.sequence_parallel,
+                "sequence_parallel of false: tp need not divide tokens",
+            ),
+            (plan.cp_kind != "ring", "parallel.cp_kind of ring: heads need not divide by all sizes of groups"),
+            (self.config.experts is not None, "a model without experts: their loads are summed over cp"),
+            (self.config.prediction_layers > 0, "no prediction_layers: their targets are counted row by row"),
+            (self.run.compile, "run.compile of false: each batch has other groups to compile"),
+        ):
+            if wrong:
+                yield ("parallel", "cp_groups"), f"by_length needs {need}"
 
     def _lora_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         if self.lora is None:
@@ -222,7 +243,7 @@ class Settings(Section):
     def plan(self) -> Plan:
         """The plan, with dtype and recomputation."""
         parallel = dict(self.parallel)
-        del parallel["cp_layout"]
+        del parallel["cp_layout"], parallel["cp_groups"]
         if "virtual_stages" not in self.parallel.model_fields_set and parallel["schedule"] in (
             *V_SHAPED,
             "interleaved",

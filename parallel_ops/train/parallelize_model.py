@@ -14,7 +14,7 @@ what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). 
 the shards (HSDP).
 """
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ def parallelize(
     *,
     algorithm: AlgorithmName | None = None,
     cp_layout: Layout = "zigzag",
+    cp_groups: Literal["fixed", "by_length"] = "fixed",
     recompute_every: int = 1,
     compile: bool = False,
     precision: Precision = "bf16",
@@ -67,6 +68,7 @@ def parallelize(
             reduction of gradients are fp32) and ``offload`` (parameters, gradients and optimizer state in host memory)
             apply. By default fp32 with ``zero=0``.
         algorithm, cp_layout: See ``ring_attention``; ``algorithm`` overrides the plan's ``cp_kind``.
+        cp_groups: ``"by_length"``: calls of the model may name ``cp_ranks``, any power of two of dp x cp.
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
         precision: Of the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear``: float8 by a recipe
@@ -96,8 +98,8 @@ def parallelize(
     if isinstance(model, ModuleChain) and mesh.size("tp") * mesh.size("cp") == 1:
         if plan.pp > 1:
             model.keep(cut(model.num_blocks, plan), mesh.rank("pp"))
-    elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
-        model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), cp_layout)
+    elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1 or cp_groups == "by_length":
+        model = _over(model, mesh, plan, algorithm or cast(AlgorithmName, plan.cp_kind), cp_layout, cp_groups)
     names = _blocks(model, blocks)
     wanted: dict[type[ParallelLinear | Experts], Precision] = {
         ParallelLinear: precision,
@@ -170,7 +172,9 @@ def _check_offload(plan: Plan, activation_offload: str, compile: bool) -> None:
         )
 
 
-def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, cp_layout: Layout) -> nn.Module:
+def _over(
+    model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, cp_layout: Layout, cp_groups: str
+) -> nn.Module:
     """The same model with tensor and context parallelism over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(
@@ -189,6 +193,7 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     built = Transformer(
         model.config, tp_mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
         grad_reduce=model.grad_reduce, cp_mesh=mesh["cp"], cp_layout=cp_layout, algorithm=algorithm, ep_mesh=mesh["ep"],
+        cp_parts=mesh.parts("loss") if cp_groups == "by_length" else None,
         stages=stages, pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
     if model.lora is not None:

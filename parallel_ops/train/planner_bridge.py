@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.documents import describe, representative, with_lengths
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.memory.communicators import process_bytes
@@ -134,6 +137,13 @@ def forecast(settings: Settings, cluster: Cluster) -> Estimate:
         ValueError: The plan cannot run there.
     """
     return estimate(model_of(settings), cluster, counted_plan(settings), software=TRAINER.software)
+
+
+def document_cost(settings: Settings, lengths: NDArray[np.int64]) -> str:
+    """What attention over packed documents of these lengths costs, and what groups by length save."""
+    some = lengths[:: max(1, len(lengths) >> 16)]
+    known = representative(np.clip(some, 1, settings.seq_length).tolist())
+    return describe(with_lengths(model_of(settings), known), settings.plan.cp, settings.plan.dp)
 
 
 def replan(settings: Settings, ranks: int, device: Device) -> Settings:

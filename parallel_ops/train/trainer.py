@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.lora import save_adapters
-from parallel_ops.train.build import build_model, build_samples, checked_device, compared_values
+from parallel_ops.train.build import build_model, build_samples, by_length, checked_device, compared_values
 from parallel_ops.train.checkpoint import checkpoints, new_phase
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.data.growing import Growing
@@ -100,7 +100,7 @@ class Trainer(RunState):
             replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
             pinned=self.device.type == "cuda", layout=getattr(self.model, "sequence_layout", None),
         )  # fmt: skip
-        self.loader = load(self.samples)
+        self.loader = load(self.samples, by_length=by_length(settings, self.mesh))
         self.optimizer = optimizer_of(self.model, settings.optimizer)
         self.forward_backward = forward_backward_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
@@ -180,12 +180,16 @@ class Trainer(RunState):
         self.activity(f"{what}, reading data", slow=True)
         self._refresh_data()
         batches = self.loader.step(self.samples_seen)
-        seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, self.mesh) for n in range(len(batches))]
+        rows = [self.mesh.rank("dp") if batch.first_rank is None else batch.first_rank for batch in batches]
+        seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, row) for n, row in enumerate(rows)]
         rate = learning_rate(settings.optimizer, settings.schedule_steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
         counts, targets, divisor = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
-        shares = [count / divisor for count in counts]
+        # What cp ranks share counts cp times; groups by length have other sizes.
+        cp = self.mesh.size("cp")
+        parts = [1.0 if batch.cp_ranks is None else cp / batch.cp_ranks for batch in batches]
+        shares = [count / divisor * part for count, part in zip(counts, parts, strict=True)]
         # Data-parallel ranks take the mean of their gradients.
         factors = [share * (self.mesh.size("dp") * scale) for share in shares]
         given = StepInputs(batches, counts, shares, factors, seeds, scale)

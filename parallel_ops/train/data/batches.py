@@ -38,6 +38,8 @@ class Batch:
         positions, cu_seqlens: With a document mask, where the micro-batch is one packed row (``b = 1``): the position
             of each token in its document, int64 ``[s]``, and the document boundaries, int32 ``[documents + 1]``.
         layout: The places of its tokens on the ranks that share it, made where the batch is read.
+        first_rank, cp_ranks: With groups by length, the ranks of dp x cp that share it; ``None`` for those of cp.
+        targets_of_all: Targets that count in the rows of all groups, with groups by length.
     """
 
     tokens: Tensor
@@ -45,6 +47,9 @@ class Batch:
     positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
     layout: SequenceLayout | None = None
+    first_rank: int | None = None
+    cp_ranks: int | None = None
+    targets_of_all: int = 0
 
     def to(self, device: torch.device) -> "Batch":
         moved = self._each(lambda t: t.to(device, non_blocking=True))

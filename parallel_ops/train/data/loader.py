@@ -1,13 +1,14 @@
 """Reads the micro-batches of a step while the previous step is computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout
-from parallel_ops.train.data.batches import Batch, shares
+from parallel_ops.train.data.batches import Batch, batch_of, shares
+from parallel_ops.train.data.by_length import ByLength
 from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.vocabulary import outside
 
@@ -18,15 +19,17 @@ class Loader:
     Args:
         vocabulary: Size of the model's vocabulary; ``None`` disables the check of tokens.
         pinned: Use pinned memory, from which copies to a GPU are asynchronous.
-        layout: Makes the layout of packed documents, of the number of tokens and ``cu_seqlens``.
+        layout: Makes the layout of packed documents, of the number of tokens, ``cu_seqlens`` and ``Batch.cp_ranks``.
+        by_length: Takes a rank's documents out of the rows of all replicas.
     """
 
     def __init__(
         self, samples: AnySamples, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
         vocabulary: int | None = None, pinned: bool = False,
-        layout: Callable[[int, Tensor | None], SequenceLayout] | None = None,
+        layout: Callable[[int, Tensor | None, int | None], SequenceLayout] | None = None,
+        by_length: ByLength | None = None,
     ) -> None:  # fmt: skip
-        self._layout = layout
+        self._layout, self._by_length = layout, by_length
         self.samples, self.global_batch, self.vocabulary, self.pinned = samples, global_batch, vocabulary, pinned
         self._sizes = {
             "global_batch": global_batch, "micro_batch": micro_batch, "replicas": replicas, "replica": replica,
@@ -58,16 +61,28 @@ class Loader:
         self._reader = self._ahead = None
 
     def _read(self, samples_seen: int) -> list[Batch]:
-        return [self.read(numbers) for numbers in shares(samples_seen, **self._sizes)]
+        if self._by_length is None:
+            return [self.read(numbers) for numbers in shares(samples_seen, **self._sizes)]
+        replicas = range(self._sizes["replicas"])
+        rows = [shares(samples_seen, **{**self._sizes, "replica": replica}) for replica in replicas]
+        return [self._read_all(numbers, self._by_length) for numbers in zip(*rows, strict=True)]
 
-    def _unknown(self, token: int, numbers: range) -> str:
+    def _read_all(self, numbers: tuple[range, ...], by_length: ByLength) -> Batch:
+        """This rank's part of the micro-batches of all replicas."""
+        found = [sequence for part in numbers for sequence in self.samples.samples(part)]
+        return self._finished(by_length(batch_of(found, document_mask=True)), [n for part in numbers for n in part])
+
+    def _unknown(self, token: int, numbers: Iterable[int]) -> str:
         number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0].tokens)
         file, document = self.samples.file_of(number, token)
         return f"data: {file.path} has token {token}, in its document {document}, {outside(self.vocabulary or 0)}"
 
     def read(self, numbers: range) -> Batch:
         """A micro-batch of these samples, of any number. Raises as ``step`` does."""
-        batch = self.samples.batch(numbers)
+        return self._finished(self.samples.batch(numbers), numbers)
+
+    def _finished(self, batch: Batch, numbers: Iterable[int]) -> Batch:
+        """The batch after the check of its tokens, pinned and with its layout."""
         if self.vocabulary is not None:
             # The targets of a batch may all be ignored.
             for found in (int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.targets.max()))):
@@ -76,5 +91,6 @@ class Loader:
         if self.pinned:
             batch = batch.pinned()
         if self._layout is not None and batch.cu_seqlens is not None:
-            batch = replace(batch, layout=self._layout(len(batch.tokens), batch.cu_seqlens))
+            layout = self._layout(len(batch.tokens), batch.cu_seqlens, batch.cp_ranks)
+            batch = replace(batch, layout=layout)
         return batch

@@ -20,7 +20,15 @@ from parallel_ops.train.launch.consistency import Disagreement
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
-from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
+from parallel_ops.train.planner_bridge import (
+    Device,
+    cluster_of,
+    document_cost,
+    forecast,
+    memory_problem,
+    rank_memory,
+    replan,
+)
 from parallel_ops.train.report import description
 from parallel_ops.train.settings.deepspeed import with_deepspeed
 
@@ -168,6 +176,8 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     )
     lines = [*description.data_lines(built[0], settings.run.steps * plan.global_batch), ("", compared)]
     console.print(f"\n{description.text(lines, console.width)}", highlight=False, markup=False)
+    if settings.data.document_mask:
+        console.print(f"\n{document_cost(settings, built[0].stream.lengths)}", highlight=False)
     for warning in description.warnings(built[0], built[1] if len(built) > 1 else None):
         _say(warning)
 

@@ -27,10 +27,13 @@ class _ParallelSettings(Section):
     """The planner's ``Plan``: a table of its fields, or a string such as ``"dp=2,tp=2,zero=3"``.
 
     Attributes:
-        cp_layout: Which tokens a rank has, as in ``ring_attention``; the planner has no such field.
+        cp_layout: Which tokens a rank has, as in ``ring_attention``; the planner has no such field, nor the next.
+        cp_groups: ``"by_length"``: documents are shared out over dp x cp anew for each micro-batch, long ones to many
+            ranks, short ones to one; see ``context_parallel.group_size``.
     """
 
     cp_layout: Layout = "zigzag"
+    cp_groups: Literal["fixed", "by_length"] = "fixed"
 
     @model_validator(mode="before")
     @classmethod

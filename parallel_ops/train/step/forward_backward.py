@@ -90,6 +90,8 @@ class ForwardBackward(abc.ABC):
             found |= {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens}
         if batch.layout is not None:
             found["layout"] = batch.layout
+        if batch.cp_ranks is not None:
+            found["cp_ranks"] = batch.cp_ranks
         if factor is not None and isinstance(self.model, Transformer):
             found |= {"dropout_seed": seed, "aux_scale": factor}
         return found

@@ -16,9 +16,9 @@ from parallel_ops.train.launch.signals import SIGNALS
 T = TypeVar("T")
 
 
-def micro_batch_seed(seed: int, step: int, micro_batch: int, mesh: ParallelMesh) -> int:
-    """The seed of dropout in a micro-batch: equal on ranks with the same data, another on each data-parallel rank."""
-    key = np.random.SeedSequence([seed, step, mesh.rank("dp"), micro_batch])
+def micro_batch_seed(seed: int, step: int, micro_batch: int, row: int) -> int:
+    """The seed of dropout in a micro-batch: equal on ranks with the same data, another for each ``row`` of a step."""
+    key = np.random.SeedSequence([seed, step, row, micro_batch])
     return int(key.generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -35,6 +35,9 @@ def count_targets(
         everything = sum(counts) * mesh.size("dp")
         return counts, everything, everything
     counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
+    if batches[0].cp_ranks is not None:
+        whole = sum(batch.targets_of_all for batch in batches)
+        return counts, whole, max(1, whole)
     group = mesh.group("dp")
     if group is None:
         return counts, sum(counts), max(1, sum(counts))
