@@ -13,6 +13,7 @@ nothing is padded; a rank may have no tokens.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -22,12 +23,16 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.collectives import gather_from_group
+from parallel_ops.context_parallel.cost import AttentionShape
+from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths, shard_ranges
 from parallel_ops.ops.attention.cache import on_host, once
 from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import range_error
 
 Layout = Literal["zigzag", "striped", "contiguous", "balanced"]
+# With the one that ``selection.select_layout`` takes for each batch.
+LayoutChoice = Literal["zigzag", "striped", "contiguous", "balanced", "auto"]
 # Keys before and after a query's own place that it sees, ``None`` for all; and the number of layers.
 Cut = tuple[int | None, int | None, int]
 
@@ -181,7 +186,7 @@ def layout_for(
         ranges: of documents, say, on any device, cut further by each of ``cuts``, for ``"balanced"``.
     """
     if cp_layout != "balanced" or ranks == 1:
-        return SequenceLayout(length, ranks, "zigzag" if cp_layout == "balanced" else cp_layout)
+        return SequenceLayout(length, ranks, "zigzag" if cp_layout in ("balanced", "auto") else cp_layout)
     if ranges is None:
         return _causal_layout(length, ranks, cuts)
     host = on_host(ranges)
@@ -196,12 +201,30 @@ def document_layout(
     Raises:
         ValueError: ``cu_seqlens`` does not rise from 0 to ``length``.
     """
-    ranges = None
-    if cp_layout == "balanced" and ranks > 1 and cu_seqlens is not None:
-        if wrong := documents_error(tuple(on_host(cu_seqlens).tolist()), length):
+    ranges, documents = None, (0, length)
+    if cp_layout in ("balanced", "auto") and ranks > 1 and cu_seqlens is not None:
+        documents = tuple(on_host(cu_seqlens).tolist())
+        if wrong := documents_error(documents, length):
             raise ValueError(f"{op}: {wrong}")
         ranges = AttentionOptions(cu_seqlens=cu_seqlens).host_ranges(length)
+    if cp_layout == "auto":
+        lengths = tuple(end - start for start, end in pairwise(documents))
+        cp_layout = "zigzag" if ranks == 1 else _chosen(lengths, ranks, cuts)
     return layout_for(length, ranks, cp_layout, ranges, cuts)
+
+
+@functools.lru_cache(maxsize=64)
+def _chosen(documents: tuple[int, ...], ranks: int, cuts: tuple[Cut, ...]) -> str:
+    """The layout that shares these documents evenly and sends least then: by counts, so the same on all ranks."""
+    kinds = [
+        (count, AttentionShape(
+            length=sum(documents), ranks=ranks, batch=1, heads=1, kv_heads=1, head_dim=1, itemsize=2, causal=right == 0,
+            window_size=(-1 if left is None else left, -1 if right is None else right), documents=documents,
+        ))
+        for left, right, count in cuts
+    ]  # fmt: skip
+    found = select_layout(kinds, None, None).cp_layout
+    return found if found in LAYOUTS else "balanced"
 
 
 def documents_error(documents: tuple[int, ...], length: int) -> str | None:

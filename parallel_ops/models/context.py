@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
 from parallel_ops.context_parallel.algorithm import AlgorithmName
-from parallel_ops.context_parallel.layouts import Layout, document_layout, layout_for
+from parallel_ops.context_parallel.layouts import LayoutChoice, document_layout, layout_for
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh
@@ -65,7 +65,7 @@ class Context:
     """
 
     def __init__(
-        self, layer: str, mesh: DeviceMesh | None, cp_layout: Layout, algorithm: AlgorithmName,
+        self, layer: str, mesh: DeviceMesh | None, cp_layout: LayoutChoice, algorithm: AlgorithmName,
         windows: Sequence[int | None] = (None,), parts: Mapping[int, ProcessGroup | None] | None = None,
     ) -> None:  # fmt: skip
         mesh = check_mesh(layer, mesh)
@@ -85,8 +85,8 @@ class Context:
         for size, group in (parts or {}).items():
             part = self._parts[size] = copy.copy(self)
             part.group, part.ranks, part.rank = group, size, 0 if group is None else group.rank()
-            # Rows have documents of any length, which only this layout balances.
-            part.cp_layout, part._options = "balanced", {"group": group}
+            # Rows have documents of any length.
+            part.cp_layout, part._options = "auto", {"group": group}
 
     def over(self, ranks: int | None) -> "Context":
         """The context of ``ranks`` neighbours, or with ``None`` this one.
@@ -134,12 +134,10 @@ class Context:
                 f"{self.layer}: layout must be of {length} tokens over {self.ranks} ranks, got one of {layout.length} "
                 f"over {layout.ranks}"
             )
-        return Place(
-            layout,
-            self.rank,
-            layout.positions(self.rank, device=device),
-            self._options | {"length": length} | ({"cp_layout": layout} if self.cp_layout == "balanced" else {}),
-        )
+        options = self._options | {"length": length}
+        if self.cp_layout in ("balanced", "auto"):
+            options["cp_layout"] = layout
+        return Place(layout, self.rank, layout.positions(self.rank, device=device), options)
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The mean over all ranks' tokens, 0 if there are none.

@@ -28,7 +28,7 @@ from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.algorithm import AlgorithmName
-from parallel_ops.context_parallel.layouts import Layout
+from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.layers import Norm, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
@@ -112,7 +112,7 @@ class Transformer(PretrainedModel):
         overlap: Overlap = "auto",
         grad_reduce: GradReduce = "fp32",
         cp_mesh: DeviceMesh | None = None,
-        cp_layout: Layout = "zigzag",
+        cp_layout: LayoutChoice = "zigzag",
         cp_parts: Mapping[int, ProcessGroup | None] | None = None,
         algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,

@@ -134,10 +134,10 @@ class Settings(Section):
                 ("optimizer", "warmup"),
                 f"{optimizer.warmup}{decay} is more than {key} {self.schedule_steps}: lower it, or raise {key}",
             )
-        if self.parallel.cp_layout == "balanced" and plan.cp > 1 and self.run.compile:
+        if self.parallel.cp_layout in ("balanced", "auto") and plan.cp > 1 and self.run.compile:
             yield (
                 ("run", "compile"),
-                "must be false with parallel.cp_layout balanced: each batch has another layout to compile",
+                "must be false with parallel.cp_layout balanced or auto: each batch has another layout to compile",
             )
         yield from self._group_problems()
         yield from self._fp8_problems()
@@ -148,6 +148,8 @@ class Settings(Section):
 
     def _group_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan
+        if self.parallel.cp_layout == "auto" and plan.pp > 1:
+            yield ("parallel", "cp_layout"), "must not be auto with pp: micro-batches would differ in a rank's tokens"
         if self.parallel.cp_groups == "fixed":
             return
         for wrong, need in (

@@ -24,7 +24,7 @@ from parallel_ops._internal.distributed.compat import replicate
 from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName
-from parallel_ops.context_parallel.layouts import Layout
+from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.layers.experts import Experts, divide, experts_of, shard_experts
 from parallel_ops.layers.linear_base import ParallelLinear
 from parallel_ops.models import Transformer
@@ -44,7 +44,7 @@ def parallelize(
     plan: Plan | None = None,
     *,
     algorithm: AlgorithmName | None = None,
-    cp_layout: Layout = "zigzag",
+    cp_layout: LayoutChoice = "zigzag",
     cp_groups: Literal["fixed", "by_length"] = "fixed",
     recompute_every: int = 1,
     compile: bool = False,
@@ -173,7 +173,7 @@ def _check_offload(plan: Plan, activation_offload: str, compile: bool) -> None:
 
 
 def _over(
-    model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, cp_layout: Layout, cp_groups: str
+    model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, cp_layout: LayoutChoice, cp_groups: str
 ) -> nn.Module:
     """The same model with tensor and context parallelism over a mesh."""
     if not isinstance(model, Transformer):

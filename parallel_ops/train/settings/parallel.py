@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from parallel_ops.context_parallel.layouts import Layout
+from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.settings.section import Count, Positive, Section
 
@@ -32,7 +32,7 @@ class _ParallelSettings(Section):
             ranks, short ones to one; see ``context_parallel.group_size``.
     """
 
-    cp_layout: Layout = "zigzag"
+    cp_layout: LayoutChoice = "zigzag"
     cp_groups: Literal["fixed", "by_length"] = "fixed"
 
     @model_validator(mode="before")

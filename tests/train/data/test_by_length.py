@@ -104,6 +104,7 @@ def test_the_groups_of_a_mesh_are_aligned():
 @pytest.mark.parametrize(
     ("plan", "sections", "error"),
     [
+        ({"pp": 2, "cp": 2, "cp_layout": "auto"}, {}, "must not be auto with pp"),
         ({"dp": 2}, {"data": {"document_mask": False}}, "by_length needs data.document_mask"),
         ({}, {}, "by_length needs an even dp"),
         ({"dp": 2, "pp": 2}, {}, "by_length needs parallel.pp of 1"),
