@@ -5,7 +5,8 @@ Each rank has some of the tokens and passes their queries, keys and values. Four
     ring         keys and values travel while blocks are computed, and each block is merged into a running result
     all_to_all   ranks exchange tokens for heads, attend to the whole sequence in their heads, and exchange back
     hybrid       all-to-all in groups of ``ulysses_degree`` ranks, and a ring across the groups
-    all_gather   all keys and values are gathered first, for few kv heads or many documents
+    all_gather   all keys and values are gathered first, for few kv heads or many documents; over several nodes, which
+                 ``LOCAL_WORLD_SIZE`` tells apart, each crosses the link between them once a node
 
 The bytes that a rank sends, and the length above which a ring hides them, are in ``cost.py``; the schedules in
 ``schedule/``. Results of steps are merged in fp32, and gradients of keys are sent to their owner in fp32, so the error
@@ -33,6 +34,7 @@ from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME, AlgorithmName, check_placement, select_algorithm
 from parallel_ops.context_parallel.calls import balanced_for, check_calls, named_layout
 from parallel_ops.context_parallel.layouts import Layout, SequenceLayout
+from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
 from parallel_ops.context_parallel.schedule.ulysses import (
     Placement,
     attention_backward,
@@ -199,8 +201,9 @@ def ring_attention_reference(
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     options, placement = _split(arguments)
     check_calls(q, k, v, options, placement, arguments[-1])
-    transport = transport_of(resolve_group(placement.group), q.device)
-    return attention_forward(placement, transport, options, q, k, v)
+    group = resolve_group(placement.group)
+    rest = placement, transport_of(group, q.device), options
+    return attention_forward(*rest, q, k, v, ranks_per_node=ranks_per_node(group))
 
 
 @communicates
@@ -213,7 +216,9 @@ def backward(
     text = f"gradient of {list(grad.shape)} {grad.dtype} in {placement.layout}, length={placement.length}"
     check_consistency(group, CallSignature(f"backward of {NAME}", same, text), grad.device)
     transport = transport_of(group, q.device)
-    *gradients, dsink = attention_backward(placement, transport, options, grad, q, k, v, out, statistics)
+    *gradients, dsink = attention_backward(
+        placement, transport, options, grad, q, k, v, out, statistics, ranks_per_node=ranks_per_node(group)
+    )
     return *gradients, statistics.new_empty(0) if dsink is None else dsink
 
 

@@ -13,6 +13,7 @@ from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME
 from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.layouts import SequenceLayout, document_layout, documents_error, layout_for
+from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
 from parallel_ops.context_parallel.schedule.ulysses import Placement
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.ops.attention.cache import once
@@ -71,10 +72,12 @@ def check_calls(
         *placement._replace(cp_layout=placement.layout)[1:],
         *tensors,
         gradients,
+        nodes := placement.all_gather and ranks_per_node(group),
     )  # no name of the group
     of_values = "" if v.shape[3] == q.shape[3] else f" with values of {v.shape[3]}"
     window = tuple(-1 if n is None else n for n in (options.left, options.right))
     algorithm = Algorithm(placement.ulysses_degree, placement.all_gather).name(size)
+    algorithm += f" with {nodes} ranks a node" if nodes > 1 else ""
     # The message is cut off at a maximal length, so the arguments that differ most often come first.
     text = (
         f"{algorithm} in {placement.layout} over {transport.capabilities.name}, "

@@ -1,7 +1,9 @@
 """ring_attention over gloo groups of 2, 3 and 4 ranks, against full attention in fp64."""
 
 import functools
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from parallel_ops import flash_attention, ring_attention
 from parallel_ops.comm import use_transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.context_parallel import SequenceLayout, ring_attention_algorithm, ring_attention_reference
+from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
 from parallel_ops.ops.attention.options import AttentionOptions
 from support.numerics import suite
 from support.parallelism.context_parallel import SEED, Case, inputs, joined, oracle
@@ -184,6 +187,27 @@ def sub_groups(rank: int) -> list[Tensor]:
     return public(SUB_GROUP_CASE, groups[rank % 2], SUB_GROUP_CASE.tensors())
 
 
+NODES_CASE = Case(23, heads=4, kv_heads=2, all_gather=True)
+
+
+def nodes_of_two(rank: int) -> list[Tensor]:
+    """Gathered keys over two nodes, and nodes of other sizes by what one rank was told."""
+    counts = [ranks_per_node(dist.group.WORLD)]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        counts.append(ranks_per_node(dist.group.WORLD))
+        found = public(NODES_CASE, dist.group.WORLD, NODES_CASE.tensors())
+    for text in ("3", "4", "x", "1"):
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=text):
+            counts.append(ranks_per_node(dist.group.WORLD))
+    assert counts == [1, 2, 1, 1, 1, 1]
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4" if rank == 3 else "2"),
+        pytest.raises(ValueError, match="with 2 ranks a node"),
+    ):
+        public(NODES_CASE, dist.group.WORLD, NODES_CASE.tensors())
+    return found
+
+
 def opcheck(rank: int, algorithm: str) -> None:
     q, k, v = inputs(rank, 4)
     name, size = dist.group.WORLD.group_name, dist.get_world_size()
@@ -253,6 +277,12 @@ def test_two_rings_at_once_on_ranks_apart():
     for pair in (results[::2], results[1::2]):
         for got, want in zip(joined(case, pair), oracle(case, case.tensors()), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_gathered_keys_over_nodes():
+    results = ranks(4).run(nodes_of_two)
+    for got, want in zip(joined(NODES_CASE, results), oracle(NODES_CASE, NODES_CASE.tensors()), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def test_the_reference_means_the_same():

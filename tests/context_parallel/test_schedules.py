@@ -167,13 +167,16 @@ class Counted:
     """A transport that counts the bytes that it sends, its messages by batch and the ranks that it receives from."""
 
     def __init__(self, transport):
-        self._transport, self.sent, self.sources, self.messages = transport, 0, set(), []
+        self._transport, self.sent, self.sources, self.messages, self.to = transport, 0, set(), [], {}
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     def post(self, op, chunks):
         self.sent += sum(c.tensor.nbytes for c in chunks if isinstance(c, Send))
+        for chunk in chunks:
+            if isinstance(chunk, Send):
+                self.to[chunk.peer] = self.to.get(chunk.peer, 0) + chunk.tensor.nbytes
         self.sources |= {c.peer for c in chunks if not isinstance(c, Send)}
         self.messages.append(sum(isinstance(c, Send) for c in chunks))
         return self._transport.post(op, chunks)
@@ -230,6 +233,51 @@ def test_the_cost_is_what_is_sent(drawn, dtype):
     case = dataclasses.replace(case, documents=documents, ranges=None, dropout_p=0.0, head_dim_v=None)
     want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Algorithm(case.ulysses_degree, case.all_gather))
     assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
+
+
+LINKED = [
+    (4, 2, Case(45, layout="zigzag", all_gather=True)),
+    (6, 3, Case(61, layout="contiguous", all_gather=True, causal=False, documents=(3, 20, 0, 30, 8))),
+    (8, 4, Case(96, layout="scattered", all_gather=True, documents=(5, 40, 1, 20, 30), dropout_p=0.2)),
+    (8, 2, Case(96, layout="balanced", all_gather=True, documents=(60, 6, 30))),
+    (6, 2, Case(33, layout="striped", all_gather=True, heads=4, kv_heads=2)),
+    (8, 4, Case(80, layout="zigzag", all_gather=True, window=9, sink=True)),
+    (4, 2, Case(3, layout="zigzag", all_gather=True)),
+]
+
+
+def seen_by_other_nodes(case, size, m):
+    """Keys of other nodes that any query of a node sees, of all nodes."""
+    ranges, layout = case.options().host_ranges(case.length), case.shared_by(size)
+    places = torch.arange(case.length)
+    mask = torch.ones(case.length, case.length, dtype=torch.bool)
+    if ranges is not None:
+        mask = (places >= ranges[0][:, None]) & (places <= ranges[1][:, None])
+    mask &= places <= places[:, None] + (0 if case.causal else case.length)
+    mask &= places > places[:, None] - (case.window or case.length)
+    owner = torch.empty(case.length, dtype=torch.int64)
+    for rank in range(size):
+        owner[layout.positions(rank)] = rank // m
+    return sum(int(mask[owner == node][:, owner != node].any(0).sum()) for node in range(size // m))
+
+
+@pytest.mark.parametrize(("size", "m", "case"), LINKED)
+def test_keys_cross_the_link_between_nodes_once_a_node(size, m, case):
+    """Results of one process, and the bytes of keys that any query of a node sees, each once, and their gradients."""
+    tensors = case.tensors()
+
+    def of_rank(transport, ranks_per_node):
+        counting = Counted(transport)
+        found = shared(case, counting, tensors, ranks_per_node=ranks_per_node)
+        return found, sum(n for peer, n in counting.to.items() if peer // m != transport.rank // m)
+
+    results = LoopbackGroup(size).run(lambda transport: of_rank(transport, m))
+    for got, want in zip(joined(case, [found for found, _ in results]), oracle(case, tensors), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    flat = sum(sent for _, sent in LoopbackGroup(size).run(lambda transport: of_rank(transport, 1)))
+    least = 3 * 8 * case.batch * case.kv_heads * 2 * case.head_dim * seen_by_other_nodes(case, size, m)
+    assert sum(sent for _, sent in results) == least <= flat
+    assert case.length != 45 or flat > 1.4 * least
 
 
 def test_a_window_ends_the_ring_after_the_hops_that_it_needs():

@@ -42,6 +42,7 @@ class Ring:
         at: the index of this rank among them.
         shards: the tokens of each rank.
         ranges: the key ranges of ``options`` on the CPU; without them keys of other documents are sent too.
+        levels: rings between nodes and inside of one, by which keys are gathered in two steps.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Ring:
     shards: Sequence[tuple[TokenRange, ...]]
     options: AttentionOptions
     ranges: Tensor | None = None
+    levels: "tuple[Ring, Ring] | None" = None
 
     @property
     def own(self) -> tuple[TokenRange, ...]:
@@ -71,7 +73,7 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *, all_gather: boo
     """
     result = SoftmaxAccumulator(q, v.shape[3], ring.own, ring.options)
     if all_gather:
-        parts, keys = _gather(ring, pack_keys(k, v))
+        parts, keys = _all_gather(ring, pack_keys(k, v))
         result.add(keys, parts)
     else:
         kv = pack_keys(k, v)
@@ -95,8 +97,11 @@ def ring_backward(
     """
     gradients = Gradients(grad, q, rows, ring.own, ring.options, out)
     if all_gather:
-        parts, keys = _gather(ring, pack_keys(k, v))
-        total = _scatter(ring, gradients.add(keys, parts), parts)
+        parts, keys = _all_gather(ring, pack_keys(k, v))
+        shares = gradients.add(keys, parts)
+        for level in reversed(ring.levels or (ring,)):
+            shares, parts = _scatter(level, shares, parts), level.own
+        total = shares
     else:
         kv = pack_keys(k, v)
         prefetcher = KVPrefetcher(ring, kv)
@@ -203,6 +208,14 @@ class KVGradReducer:
 def _add_parts(total: Tensor, own: Sequence[TokenRange], shares: Tensor, parts: Sequence[TokenRange]) -> None:
     for part in parts:
         total[local_slice(part, own)] += shares[local_slice(part, parts)]
+
+
+def _all_gather(ring: Ring, kv: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:
+    """``_gather``, in two steps if there are two levels."""
+    parts = ring.own
+    for level in ring.levels or (ring,):
+        parts, kv = _gather(level, kv)
+    return parts, kv
 
 
 def _gather(ring: Ring, kv: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:

@@ -7,7 +7,7 @@ arXiv:2309.14509 (DeepSpeed-Ulysses).
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from parallel_ops.comm.transport.exchange import Exchange
 from parallel_ops.context_parallel.algorithm import NAME
 from parallel_ops.context_parallel.schedule.blocks import unpack_keys
 from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
+from parallel_ops.context_parallel.schedule.two_levels import levels_of
 from parallel_ops.context_parallel.token_ranges import (
     count_tokens,
     layout_name,
@@ -146,7 +147,9 @@ class Placement(NamedTuple):
         """The kind of the layout."""
         return layout_name(self.cp_layout)
 
-    def ring(self, transport: Transport, options: AttentionOptions, heads: int, device: torch.device) -> Ring:
+    def ring(
+        self, transport: Transport, options: AttentionOptions, heads: int, device: torch.device, ranks_per_node: int = 1
+    ) -> Ring:
         """The ranks whose keys this rank attends to, with the options of its ``heads`` heads."""
         size, u = transport.size, self.ulysses_degree
         ranks = ring_ranks(self.cp_layout, size, transport.rank, u)
@@ -166,7 +169,10 @@ class Placement(NamedTuple):
                 first_head=options.first_head + at * heads,
                 sink=None if options.sink is None else options.sink.chunk(u)[at],
             )
-        return Ring(NAME, transport, ranks, ranks.index(transport.rank), shards, options, host)
+        ring = Ring(NAME, transport, ranks, ranks.index(transport.rank), shards, options, host)
+        if self.all_gather and 1 < ranks_per_node < size and size % ranks_per_node == 0:
+            return replace(ring, levels=levels_of(ring, ranks_per_node))
+        return ring
 
     def ulysses(self, transport: Transport) -> UlyssesGroup:
         """The ranks with which this one exchanges heads for tokens."""
@@ -178,8 +184,9 @@ class Placement(NamedTuple):
 
 
 def attention_forward(
-    placement: Placement, transport: Transport, options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    placement: Placement, transport: Transport, options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, *,
+    ranks_per_node: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """O ``[s, b, h, d_v]``, its M and Z ``[2, b, h, s]``, and q, k and v after the all-to-all.
 
     The last, ``[tokens, b, (h d + kv_heads (d + d_v)) / ulysses_degree]``, replace q, k and v in the backward: see
@@ -187,7 +194,7 @@ def attention_forward(
     """
     u = placement.ulysses_degree
     if u == 1:
-        ring = placement.ring(transport, options, q.shape[2], q.device)
+        ring = placement.ring(transport, options, q.shape[2], q.device, ranks_per_node)
         result = ring_forward(ring, with_unit_last_stride(q), k, v, all_gather=placement.all_gather)
         return result.out.to(q.dtype), result.statistics, q.new_empty(0)
     group, heads = placement.ulysses(transport), q.shape[2] // u
@@ -203,14 +210,14 @@ def attention_forward(
 
 def attention_backward(
     placement: Placement, transport: Transport, options: AttentionOptions, grad: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, statistics: Tensor,
+    v: Tensor, out: Tensor, statistics: Tensor, *, ranks_per_node: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dq, dk and dv of this rank's tokens, and their share of the sink's gradient."""
     grad = with_unit_last_stride(grad)
     rows = attention_gradient_rows(grad, out, statistics)
     dsink = None if options.sink is None else attention_sink_gradient(options.sink, rows)
     u, heads = placement.ulysses_degree, q.shape[2]
-    ring = placement.ring(transport, options, heads, q.device)
+    ring = placement.ring(transport, options, heads, q.device, ranks_per_node)
     if u == 1:
         dq, packed = ring_backward(
             ring, grad, with_unit_last_stride(q), k, v, rows, out, all_gather=placement.all_gather
