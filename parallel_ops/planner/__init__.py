@@ -13,9 +13,10 @@ from parallel_ops.planner.estimate import communication, estimate
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, Sensitivity, StageMemory, Transfer
+from parallel_ops.planner.results import Estimate, StageMemory, Transfer
 from parallel_ops.planner.rules import RULES, broken_rules
 from parallel_ops.planner.search.options import SearchOptions
+from parallel_ops.planner.search.result import NearMiss, Rejection, SearchResult, Sensitivity
 from parallel_ops.planner.search.search import search, smallest_cluster
 
 __all__ = [

@@ -56,7 +56,11 @@ class MemoryCheck:
     """``quick_memory_problem`` for any recomputation and offload of one plan. ``shared``: see ``PlanMemory``."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, shared: dict[object, Any] | None = None) -> None:
-        self._memory = PlanMemory(model, plan, shared=shared, **process_memory(cluster, plan))
+        shared = {} if shared is None else shared
+        groups = "process", plan.sequence_parallel, plan.cp_kind
+        if groups not in shared:
+            shared[groups] = process_memory(cluster, plan)
+        self._memory = PlanMemory(model, plan, shared=shared, **shared[groups])
         self._gpus = cluster.stage_gpus(plan.pp)
         # Most stages need no more than the first.
         self._deepest: list[tuple[int, float]] = []
@@ -82,18 +86,16 @@ class MemoryCheck:
 
     def problem(self, recompute: str, offload: str) -> Problem | None:
         """The problem of the plan with this ``recompute`` and ``offload``; ``None`` if it fits."""
+        return excess("memory", *self.worst(recompute, offload))
+
+    def worst(self, recompute: str, offload: str) -> tuple[int, float, float]:
+        """The stage that lacks the most memory or has the least left, the bytes that it needs and has."""
         total, worst, most = self._memory.total, (0, 0.0, 0.0), -math.inf
         for stage, available in self._stages if "activations" in offload else self._deepest:
             needed = total(stage, recompute, offload)
             if needed - available > most:
                 worst, most = (stage, needed, available), needed - available
-        return excess("memory", *worst) if most > 0 else None
-
-    def fits(self, recompute: str, offload: str) -> bool:
-        """Whether ``problem`` is ``None``."""
-        total = self._memory.total
-        stages = self._stages if "activations" in offload else self._deepest
-        return all(total(stage, recompute, offload) <= available for stage, available in stages)
+        return worst
 
 
 @lru_cache(maxsize=65536)

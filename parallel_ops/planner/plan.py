@@ -264,7 +264,9 @@ def unchecked(plan: Plan, **changes: Any) -> Plan:
     Nine times as fast; a search makes hundreds of thousands of plans.
     """
     made = object.__new__(Plan)
-    made.__dict__.update(plan.__dict__, **changes)
+    given = plan.__dict__.copy()
+    given.update(changes)
+    object.__setattr__(made, "__dict__", given)
     return made
 
 

@@ -161,12 +161,10 @@ class StepTime:
 
     def host(self) -> float:
         """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
-        copies = self.traffic.host
-        # The optimizer's is first, and once per step.
-        first = 1 if "optimizer" in self.plan.offload else 0
-        each = [t.seconds / t.count for t in copies[first:]]
-        waits = sum(beside(self.constants, seconds, self.busy) * self.micro_batches for seconds in each)
-        return sum(t.seconds for t in copies[:first]) + waits
+        copies, optimizer = self.traffic.host, 0.0
+        if "optimizer" in self.plan.offload:
+            (_, optimizer, _), *copies = copies
+        return optimizer + sum(beside(self.constants, seconds, self.busy) * count for _, seconds, count in copies)
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All communication of the slowest stage in one step."""

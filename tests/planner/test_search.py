@@ -12,8 +12,9 @@ from parallel_ops.planner import Plan, SearchOptions, efficiency, estimate, memo
 from parallel_ops.planner.compute.efficiency import CONSTANTS
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import problem
-from parallel_ops.planner.results import GIB, family, features
+from parallel_ops.planner.results import GIB
 from parallel_ops.planner.search import candidates
+from parallel_ops.planner.search.result import family, features
 from parallel_ops.planner.step import step_seconds
 
 search_module = importlib.import_module("parallel_ops.planner.search.search")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parallel_ops._internal.command_line import fail, require, run, waiting
 from parallel_ops.planner import presets
-from parallel_ops.planner.cli import inputs, tables
+from parallel_ops.planner.cli import error_tables, inputs, json_data, tables
 from parallel_ops.planner.cli.options import (
     Batch,
     ClusterName,
@@ -44,9 +44,10 @@ from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.pictures import drawing
 from parallel_ops.planner.precision import FORMATS
-from parallel_ops.planner.results import Estimate, SearchResult
+from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 from parallel_ops.planner.search.options import SearchOptions
+from parallel_ops.planner.search.result import SearchResult
 from parallel_ops.planner.search.search import search
 from parallel_ops.planner.training_run import expected
 from parallel_ops.planner.validation import validate
@@ -111,7 +112,7 @@ def plan_command(
     if _write(best, system, output, launcher):
         return
     if json:
-        _print_json({"schema": SCHEMA, **tables.search_data(result, shown)})
+        _print_json({"schema": SCHEMA, **json_data.search_data(result, shown)})
         return
     console = _console()
     console.print(tables.heading(best), highlight=False)
@@ -177,7 +178,7 @@ def estimate_command(
     whole = expected(found, inputs.run(run), inputs.prices(prices)) if run else None
     if json:
         more = {"run": whole._asdict()} if whole else {}
-        _print_json({"schema": SCHEMA, **tables.estimate_data(found), **more})
+        _print_json({"schema": SCHEMA, **json_data.estimate_data(found), **more})
         sys.exit(0 if problem is None else NO)
     console = _console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
@@ -240,7 +241,7 @@ def schedule_command(
         require("matplotlib")
         drawing.save(simulated, output, summary)
     if json:
-        _print_json({"schema": SCHEMA, "kind": kind, **tables.simulation_data(simulated)})
+        _print_json({"schema": SCHEMA, "kind": kind, **json_data.simulation_data(simulated)})
         return
     console = _console()
     console.print(drawing.text(simulated, console.width))
@@ -266,18 +267,23 @@ def validate_command(
         if not found:
             raise ValueError(f"--runs: {runs} has no runs in it")
         if json:
-            _print_json(tables.own_runs_data(found))
+            _print_json(json_data.own_runs_data(found))
         else:
-            _console().print(tables.own_runs(found))
+            _console().print(error_tables.own_runs(found))
         return
     with waiting(lambda: "comparing with published runs"):
         report = validate()
     if json:
-        _print_json({"schema": SCHEMA, **tables.report_data(report)})
+        _print_json({"schema": SCHEMA, **json_data.report_data(report)})
     else:
         console = _console()
-        parts = tables.summaries(report), tables.left_out(report), tables.constants(), tables.promises(report)
-        for part in (*(tables.errors(report) if rows else ()), *parts):
+        parts = (
+            error_tables.summaries(report),
+            error_tables.left_out(report),
+            error_tables.constants(),
+            error_tables.promises(report),
+        )
+        for part in (*(error_tables.errors(report) if rows else ()), *parts):
             console.print(part)
             console.print()
     if not all(promise.met for promise in report.promises):
@@ -333,4 +339,4 @@ def _times(text: str, link: float) -> Times:
 
 
 def _print_json(data: Any) -> None:
-    print(tables.as_json(data))
+    print(json_data.as_json(data))

@@ -1,25 +1,17 @@
-"""Output of the commands: tables and JSON."""
+"""Tables of plans and estimates."""
 
-import dataclasses
-import json
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from parallel_ops.planner.compute.software import era, fitted_constants
-from parallel_ops.planner.error_band import error_band
+from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.export.trainer import TRAINER
-from parallel_ops.planner.feasibility import memory_problem
-from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
-from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate
+from parallel_ops.planner.search.result import SearchResult
 from parallel_ops.planner.training_run import Expected
-from parallel_ops.planner.validation import Report
-from parallel_ops.planner.validation.measurement import Measurement
 
 # Legend of Plan.describe.
 NOTATION = (
@@ -50,7 +42,7 @@ def whose_times(estimates: Sequence[Estimate]) -> str:
 
 def names(presets: Mapping[str, Sequence[str]]) -> Table:
     """The presets by kind."""
-    out = _table()
+    out = new_table()
     out.add_column("")
     out.add_column("names", ratio=1)
     for kind, found in presets.items():
@@ -58,7 +50,7 @@ def names(presets: Mapping[str, Sequence[str]]) -> Table:
     return out
 
 
-def _table(title: str = "") -> Table:
+def new_table(title: str = "") -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
 
 
@@ -72,7 +64,7 @@ def tied(result: SearchResult, ties: int) -> str:
 
 def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
     """Ranked plans, the first ``ties`` marked as equal, each with the rules of thumb that it breaks."""
-    out = _table()
+    out = new_table()
     out.add_column("#", justify="right")
     out.add_column("plan", ratio=1)
     # The first ± is of step, tokens/s and MFU, the second of memory.
@@ -100,7 +92,7 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
 
 def misses(result: SearchResult, count: int = 3) -> Table:
     """The near misses, see ``SearchResult.misses``."""
-    out = _table("Faster plans that need slightly more memory")
+    out = new_table("Faster plans that need slightly more memory")
     out.add_column("plan", ratio=1)
     for name in ("step", "too much"):
         out.add_column(name, justify="right", no_wrap=True)
@@ -111,22 +103,13 @@ def misses(result: SearchResult, count: int = 3) -> Table:
 
 def rejections(result: SearchResult) -> Table:
     """Reasons for rejections, each with an example: for memory, the plan with the least excess."""
-    out = _table("Plans that cannot run")
+    out = new_table("Plans that cannot run")
     out.add_column("why")
     out.add_column("plans", justify="right")
     out.add_column("example, or the nearest", ratio=1)
-    for kind, count, nearest in nearest_rejections(result):
+    for kind, (count, nearest) in result.rejected.nearest().items():
         out.add_row(kind, f"{count:,}", f"{nearest.plan.describe()}: {nearest.reason}")
     return out
-
-
-def nearest_rejections(result: SearchResult) -> list[tuple[str, int, Rejection]]:
-    """Kind of reason, number of plans, and the one that lacks the least memory."""
-    examples: dict[str, Rejection] = {}
-    for rejection in result.rejected:
-        if rejection.excess < examples.setdefault(rejection.kind, rejection).excess:
-            examples[rejection.kind] = rejection
-    return [(kind, count, examples[kind]) for kind, count in result.reasons().items()]
 
 
 def sensitivity(result: SearchResult) -> list[str]:
@@ -145,7 +128,7 @@ def sensitivity(result: SearchResult) -> list[str]:
 
 def summary(estimate: Estimate) -> Table:
     """Time by cause, throughput, utilisation and memory of one estimate."""
-    out = _table()
+    out = new_table()
     out.add_column(estimate.plan.describe())
     out.add_column("", justify="right")
     out.add_column("±", justify="right")
@@ -170,7 +153,7 @@ def summary(estimate: Estimate) -> Table:
 
 def run(found: Expected) -> Table:
     """Cost of a whole run."""
-    out = _table("The run")
+    out = new_table("The run")
     out.add_column("")
     out.add_column("", justify="right")
     out.add_row("days", f"{found.days:,.1f}")
@@ -191,7 +174,7 @@ def run(found: Expected) -> Table:
 
 def memory(estimate: Estimate) -> Table:
     """Memory of each stage in GiB."""
-    out = _table("Memory of one GPU, GiB")
+    out = new_table("Memory of one GPU, GiB")
     short = dict(zip(DEVICE_MEMORY, ("params", "grads", "optim", "activ", "logits", "buffer", "system"), strict=True))
     for name in ("stage", *DEVICE_MEMORY, "total", "of"):
         out.add_column(short.get(name, name), justify="right", no_wrap=True)
@@ -203,7 +186,7 @@ def memory(estimate: Estimate) -> Table:
 
 def transfers(estimate: Estimate) -> Table:
     """Traffic of a step by group and collective."""
-    out = _table("Communication of a step")
+    out = new_table("Communication of a step")
     out.add_column("collective", ratio=1)
     out.add_column("link")
     for name in ("ranks", "count", "GB sent", "time", "exposed"):
@@ -214,192 +197,6 @@ def transfers(estimate: Estimate) -> Table:
     return out
 
 
-def summaries(report: Report) -> Table:
-    """The errors of each quantity of each published table."""
-    out = _table("Errors against published tables: positive is too slow, or too much")
-    out.add_column("table", ratio=1)
-    out.add_column("quantity")
-    for name in ("rows", "fitted", "mean", "bias", "largest"):
-        out.add_column(name, justify="right", no_wrap=True)
-    for found in report.summaries():
-        errors = f"{found.mean:.1%}", f"{found.bias:+.1%}", f"{found.largest:+.1%}"
-        out.add_row(
-            f"{found.source.partition(':')[0].partition(',')[0]}: {found.table}",
-            found.quantity,
-            str(found.rows),
-            str(found.fitted),
-            *errors,
-        )
-    return out
-
-
-def own_runs(rows: Sequence[Measurement]) -> Table:
-    """Measured and predicted seconds of a step, for runs of a user's own."""
-    out = _table("Seconds of a step: positive errors are too slow")
-    out.add_column("run", ratio=1)
-    for name in ("measured", "planner", "error", "±"):
-        out.add_column(name, justify="right", no_wrap=True)
-    for row in own_runs_data(rows):
-        seconds, found = row["measured"], row["predicted"]
-        figures = f"{seconds:.4g}", f"{found:.4g}", f"{found / seconds - 1:+.1%}", f"{row['band']:.0%}"
-        out.add_row(f"{row['table']}: {row['run']}", *figures)
-    return out
-
-
-def own_runs_data(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Data of ``own_runs``."""
-    return [
-        {
-            "table": row.table, "run": row.name, "measured": row.seconds, "predicted": row.predicted(),
-            "band": error_band(row.cluster, row.plan, software=row.software, experts=row.model.expert_kind).time,
-        }
-        for row in rows
-    ]  # fmt: skip
-
-
-def left_out(report: Report) -> Table:
-    """The errors of each table of step times with constants that were fitted without it."""
-    out = _table("Step times of each table, fitted without it, and what that changes for the other tables")
-    out.add_column("table", ratio=1)
-    for name in ("rows", "mean", "bias", "others", "most moved", ""):
-        out.add_column(name, justify="right", no_wrap=True)
-    for found in report.left_out:
-        others = f"{found.others:+.1%}", f"{found.most:+.1%}", found.most_moved
-        out.add_row(found.table, str(found.rows), f"{found.mean:.1%}", f"{found.bias:+.1%}", *others)
-    return out
-
-
-def constants() -> Table:
-    """The fitted constants of software, their values in fits that leave out one table each, and their tables."""
-    out = _table("Fitted constants of software, and their range when any one table is left out")
-    out.add_column("constant", no_wrap=True)
-    for name in ("value", "range"):
-        out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("tables that carry it", ratio=1)
-    for found in fitted_constants():
-        few = f" (range: ± {found.half_width:.0%} on its estimates)" if found.half_width else ""
-        span = f"{found.low:.4g} to {found.high:.4g}"
-        out.add_row(found.name, f"{found.value:.4g}", span, f"{len(found.tables)}: {', '.join(found.tables)}{few}")
-    return out
-
-
-def errors(report: Report) -> list[Table]:
-    """Every row, one table per published table: published and predicted figures."""
-    parts: dict[str, Table] = {}
-    for row in report.rows:
-        title = f"{row.source}, {row.table}"
-        if title not in parts:
-            parts[title] = out = _table(title)
-            out.add_column("", ratio=1)
-            out.add_column("quantity", width=18)
-            for name in ("published", "planner", "error", "role"):
-                out.add_column(name, justify="right", no_wrap=True, width=8 if name == "error" else 9)
-        quantity = f"{row.quantity}, {row.unit}" if row.unit else row.quantity
-        figures = f"{row.published:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
-        parts[title].add_row(row.name, quantity, *figures, row.role)
-    return list(parts.values())
-
-
-def promises(report: Report) -> Table:
-    """The promises, and whether each holds."""
-    out = _table("Promises")
-    out.add_column("", ratio=1)
-    for name in ("found", "at most", ""):
-        out.add_column(name, justify="right", no_wrap=True)
-    for promise in report.promises:
-        verdict = "holds" if promise.met else "does not hold"
-        out.add_row(promise.name, f"{promise.value:.4g}", f"{promise.limit:.4g}", verdict)
-    return out
-
-
-def report_data(report: Report) -> dict[str, Any]:
-    """The error table as plain data."""
-    return {
-        "tables": [dataclasses.asdict(found) for found in report.summaries()],
-        "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
-        "left_out": [dataclasses.asdict(found) for found in report.left_out],
-        "constants": [found._asdict() for found in fitted_constants()],
-        "promises": [{**dataclasses.asdict(promise), "met": promise.met} for promise in report.promises],
-    }
-
-
 def seconds(value: float) -> str:
     """A time in seconds or milliseconds."""
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
-
-
-def estimate_data(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as plain data, with its properties; cluster and model by name."""
-    data = {f.name: getattr(estimate, f.name) for f in dataclasses.fields(estimate)}
-    data |= {
-        "model": estimate.model.name,
-        "seq_length": estimate.model.seq_length,
-        "cluster": estimate.cluster.name,
-        "plan": dataclasses.asdict(estimate.plan),
-        "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in estimate.memory],
-        "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
-        "broken_rules": dict(estimate.broken_rules),
-        "tflops_per_gpu": estimate.tflops_per_gpu,
-        "error_band": dataclasses.asdict(estimate.error_band),
-        "tight": estimate.tight,
-        "fits": memory_problem(estimate.cluster, estimate.plan, estimate.memory) is None,
-        "systems": systems(estimate.model, estimate.cluster, estimate.plan),
-    }
-    return data
-
-
-def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, Any]:
-    """A search as plain data."""
-    return {
-        "plans": [estimate_data(found) for found in shown],
-        "ties": result.ties,
-        "simplest": dataclasses.asdict(result.simplest.plan),
-        "misses": [
-            {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
-            for miss in result.misses
-        ],
-        "rejected": [
-            {
-                "kind": kind,
-                "plans": count,
-                "example": f"{nearest.plan.describe()}: {nearest.reason}",
-                "plan": dataclasses.asdict(nearest.plan),
-                "reason": nearest.reason,
-                "excess": nearest.excess,
-            }
-            for kind, count, nearest in nearest_rejections(result)
-        ],
-        "sensitivity": [dataclasses.asdict(entry) for entry in result.sensitivity],
-    }
-
-
-def simulation_data(simulation: Simulation) -> dict[str, Any]:
-    """A simulated schedule as plain data: kind, micro-batch, stage, start and end of each pass."""
-    ranks = [
-        [{**action._asdict(), "start": start, "end": end} for action, start, end in zip(*rows, strict=True)]
-        for rows in zip(simulation.schedule, simulation.starts, simulation.ends, strict=True)
-    ]
-    return {
-        "step_time": simulation.step_time,
-        "step_time_without_barrier": simulation.step_time_without_barrier,
-        "bubble": simulation.bubble,
-        "bubble_without_barrier": simulation.bubble_without_barrier,
-        "bubbles": simulation.bubbles,
-        "peak_activations": list(simulation.peak_activations),
-        "ranks": ranks,
-    }
-
-
-def as_json(data: Any) -> str:
-    """JSON in which numbers that are not finite are null."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False)
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return data

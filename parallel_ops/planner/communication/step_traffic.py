@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from parallel_ops.planner.cluster import Cluster, Interconnect
@@ -18,7 +19,7 @@ from parallel_ops.planner.communication.network import (
 )
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.activations import layer_activations
-from parallel_ops.planner.memory.states import end_parameters, parameters_of, stage_parameters, state_bytes
+from parallel_ops.planner.memory.states import end_parameters, parameters_of, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, recomputed_share, stage_layout
 from parallel_ops.planner.plan import Plan
@@ -46,7 +47,7 @@ class StepTraffic:
         each: seconds of data-parallel communication in the forward and in the backward pass of each micro-batch.
         once: seconds of data-parallel communication once per step.
         copies: seconds of copies around data-parallel collectives, of the whole step; they hide behind nothing.
-        host: transfers to and from the host, of the whole step.
+        host: bytes and seconds to and from the host, and how many times in a step; the optimizer's first.
     """
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> None:
@@ -71,7 +72,7 @@ class StepTraffic:
             layers * start_seconds(efficiency, max(2, ranks)),
         )
         shared = ((dense, ranks), (expert, expert_replicas(plan))) if expert else ((dense, ranks),)
-        self._scattering = replace(self._link, bandwidth=self._link.bandwidth * efficiency.reduce_scatter)
+        self._scattering = _scattering(self._link, efficiency.reduce_scatter)
         links = self._link, self._scattering
         self._reductions = _reductions(plan, shared, self._width, gradient, links, self._launches)
         self.each, self.once = _by_pass(plan, self._reductions)
@@ -91,8 +92,11 @@ class StepTraffic:
             )
             self.once += self._summed.seconds
         self.host = (
-            _host(model, plan, stage, gradient, self._width, cluster.gpu.host_link) if plan.offload != "none" else []
+            _host(model, plan, (dense, expert), stage, (gradient, self._width), cluster.gpu.host_link)
+            if plan.offload != "none"
+            else []
         )
+        self._host_link = cluster.gpu.host_link
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers by group and collective, of the whole step."""
@@ -113,7 +117,15 @@ class StepTraffic:
                 once_gathered = (ranks - 1) / ranks * min(ends, size / self._width) * self._width * plan.micro_batches
                 found[-1] = replace(found[-1], bytes=found[-1].bytes - once_gathered)
                 ends = 0.0
-        return (*found, *([self._summed] if self._summed else []), *self.host)
+        link = Interconnect(name="host", latency=0.0, bandwidth=self._host_link)
+        copied = [repeat(transfer("host", "copy", "direct", link, 1, *one), count) for *one, count in self.host]
+        return (*found, *([self._summed] if self._summed else []), *copied)
+
+
+@lru_cache(maxsize=1024)
+def _scattering(link: Interconnect, share: float) -> Interconnect:
+    """The link of a reduce-scatter."""
+    return replace(link, bandwidth=link.bandwidth * share)
 
 
 def _by_pass(plan: Plan, reductions: Sequence[_Reduction]) -> tuple[tuple[float, float], float]:
@@ -169,24 +181,24 @@ def _reductions(
     return found
 
 
-def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int, speed: float) -> list[Transfer]:
+def _host(
+    model: Model, plan: Plan, parameters: tuple[float, float], stage: int, bytes_each: tuple[int, int], speed: float
+) -> list[tuple[float, float, int]]:
     """Gradients to the host and parameters back, once per step, with the optimizer there; for every micro-batch
-    activations both ways, or shards of parameters to the device, forward and backward."""
-    link = Interconnect(name="host", latency=0.0, bandwidth=speed)
-    ranks = group_size(plan, "dp")
-    dense, expert = stage_parameters(model, plan, stage)
+    activations both ways, or shards of parameters to the device, forward and backward. Bytes, seconds and number."""
+    (dense, expert), (gradient, width), ranks = parameters, bytes_each, group_size(plan, "dp")
     owned = dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
     kept = plan.offload == "optimizer+parameters"
     size = owned * (gradient if kept else gradient + width)
-    out = [transfer("host", "copy", "direct", link, 1, size, size / speed)] if "optimizer" in plan.offload else []
+    out = [(size, size / speed, 1)] if "optimizer" in plan.offload else []
     if kept:
         read = 2 * owned * width
-        out.append(repeat(transfer("host", "copy", "direct", link, 1, read, read / speed), plan.micro_batches))
+        out.append((read, read / speed, plan.micro_batches))
     if "activations" in plan.offload:
         tokens = model.seq_length * plan.micro_batch / plan.cp
         dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
         layers = dense_layers * layer_activations(model, plan, False)
         layers += sparse_layers * layer_activations(model, plan, True)
         moved = 2 * tokens * layers * recomputed_share(model, plan.offload_layers)
-        out.append(repeat(transfer("host", "copy", "direct", link, 1, moved, moved / speed), plan.micro_batches))
+        out.append((moved, moved / speed, plan.micro_batches))
     return out

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
@@ -13,9 +13,9 @@ from parallel_ops.planner.memory.states import state_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
 from parallel_ops.planner.precision import stored
-from parallel_ops.planner.results import Rejection
 from parallel_ops.planner.search.balance import balanced_chunks
 from parallel_ops.planner.search.options import STATES, SearchOptions
+from parallel_ops.planner.search.result import Rejections
 
 
 class Candidates:
@@ -28,11 +28,12 @@ class Candidates:
         batch: int,
         options: SearchOptions,
         constants: Efficiency,
-        rejected: list[Rejection],
+        rejected: Rejections,
     ) -> None:
         self.model, self.cluster, self.batch = model, cluster, batch
         self.options, self.constants, self.rejected = options, constants, rejected
-        self._shared: dict[object, Any] = {}  # memory of the variants of one placement
+        self._shared: dict[object, Any] = {}  # memory of the variants of one placement and sharding
+        self._found: dict[object, Any] = {}  # problems and uneven stages of the variants of one placement
         # Offload and recomputation, the cheapest first.
         self.least = tuple(itertools.product(options.offload, options.recompute))
         self.system: ExportTarget | None = find_target(options.target) if options.target else None
@@ -46,17 +47,27 @@ class Candidates:
                     reason = f"{name}={size} does not divide the {self.cluster.gpus} GPUs"
                     self._reject(plan, Problem("size", reason))
         for placed in self._placements():
+            self._found = {}
             for sharded in self._shardings(placed):
                 found = self._states_problem(sharded)
                 if found:
                     self._reject(sharded, found)
                     continue
                 self._shared = {}
+                roomy = set()
                 for plan in self._variants(sharded):
-                    yield from self._that_fit(plan)
+                    variant = _variant(plan)
+                    # Sequence parallelism sends as much and divides more. Without it a plan is only tried where memory
+                    # is short: the input that a linear gathers is whole for a moment.
+                    if not plan.sequence_parallel and variant in roomy:
+                        continue
+                    for fitting in self._that_fit(plan):
+                        if plan.sequence_parallel and fitting.offload == "none" and fitting.recompute != "full":
+                            roomy.add(variant)
+                        yield fitting
 
     def _reject(self, plan: Plan, found: Problem) -> None:
-        self.rejected.append(Rejection(plan, *found, plan.recompute, plan.offload))
+        self.rejected.add(plan, found, ((plan.offload, plan.recompute),))
 
     def _as_target_does(self, plan: Plan) -> Plan:
         own = self.system.own(plan) if self.system else {}
@@ -160,12 +171,13 @@ class Candidates:
         problems = self._problems(plan)
         if all(problems.values()):
             # Neither layers nor memory need to be counted.
-            self.rejected.extend(
-                Rejection(plan, *cast(Problem, problems[recompute]), recompute, offload)
-                for offload, recompute in self.least
-            )
+            reasons = set(problems.values())
+            if len(reasons) == 1 and (reason := reasons.pop()):
+                self.rejected.add(plan, reason, self.least)
+            else:
+                self._least(plan, problems, self.rejected)
             return
-        uneven = balanced_chunks(self.model, self.cluster, plan, self.constants)
+        uneven = self._uneven(plan) if plan.pp > 1 else ()
         if self.cluster.parts:
             even, found = None, self._least(unchecked(plan, layers_per_chunk=uneven), problems, self.rejected)
         else:
@@ -180,31 +192,44 @@ class Candidates:
     def _problems(self, plan: Plan) -> dict[str, Problem | None]:
         """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
         ``balanced_chunks`` spreads the layers."""
-        if plan.schedule in SPLIT_BACKWARD:
-            return {kind: problem(self.model, self.cluster, plan, kind) for kind in self.options.recompute}
-        return dict.fromkeys(self.options.recompute, problem(self.model, self.cluster, plan))
+        key = *_variant(plan), plan.sequence_parallel, plan.zero == 3, plan.dtype, plan.input_grad_first
+        found: dict[str, Problem | None] | None = self._found.get(key)
+        if found is None:
+            if plan.schedule in SPLIT_BACKWARD:
+                found = {kind: problem(self.model, self.cluster, plan, kind) for kind in self.options.recompute}
+            else:
+                found = dict.fromkeys(self.options.recompute, problem(self.model, self.cluster, plan))
+            self._found[key] = found
+        return found
 
-    def _least(
-        self, plan: Plan, problems: Mapping[str, Problem | None], rejected: list[Rejection] | None
-    ) -> Plan | None:
+    def _uneven(self, plan: Plan) -> tuple[int, ...]:
+        """``balanced_chunks``, which ZeRO only changes by what a system does with it."""
+        states = plan.dtype, plan.grad_dtype, plan.cuda_graph, plan.dispatcher, plan.fsdp, plan.flash_attention
+        key = *_variant(plan), plan.sequence_parallel, *states, plan.fused_loss
+        if key not in self._found:
+            self._found[key] = balanced_chunks(self.model, self.cluster, plan, self.constants)
+        found: tuple[int, ...] = self._found[key]
+        return found
+
+    def _least(self, plan: Plan, problems: Mapping[str, Problem | None], rejected: Rejections | None) -> Plan | None:
         """The plan with the first offload and recomputation that fit; ``None`` if none do. ``problems``: by
         recomputation, apart from memory. ``rejected``: collects the others."""
         memory = None
-        for offload, recompute in self.least:
+        for pair in self.least:
+            offload, recompute = pair
             found = problems[recompute]
             if found is None and self.system:
                 found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
             if found is None:
                 memory = memory or MemoryCheck(self.model, self.cluster, plan, self._shared)
-                if rejected is None and not memory.fits(recompute, offload):
-                    continue
-                found = memory.problem(recompute, offload) if rejected is not None else None
-            if found is None:
-                same = offload == plan.offload and recompute == plan.recompute
-                return plan if same else unchecked(plan, offload=offload, recompute=recompute)
-            if rejected is not None:
-                kind, reason, more = found
-                rejected.append(Rejection(plan, kind, reason, more, recompute, offload))
+                worst = memory.worst(recompute, offload)
+                if worst[1] <= worst[2]:
+                    same = offload == plan.offload and recompute == plan.recompute
+                    return plan if same else unchecked(plan, offload=offload, recompute=recompute)
+                if rejected is not None:
+                    rejected.add_large(plan, pair, worst)
+            elif rejected is not None:
+                rejected.add(plan, found, (pair,))
         return None
 
     def _target_problem(self, plan: Plan) -> Problem | None:
@@ -212,6 +237,10 @@ class Candidates:
             return None
         reason = self.system.problem(self.model, self.cluster, plan)
         return Problem(f"{self.system.name} cannot run it", reason) if reason else None
+
+
+def _variant(plan: Plan) -> tuple[object, ...]:
+    return plan.micro_batch, plan.schedule, plan.virtual_stages, plan.cp_kind
 
 
 def _replica_problem(plan: Plan, replicas: int) -> Problem | None:

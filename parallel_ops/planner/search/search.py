@@ -26,9 +26,10 @@ from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export import find_target, systems
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, family, features
+from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.search.candidates import Candidates
 from parallel_ops.planner.search.options import SearchOptions, default_options, dispatched, within_target
+from parallel_ops.planner.search.result import NearMiss, Rejections, SearchResult, family, features
 from parallel_ops.planner.search.sensitivity import sensitivity
 from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import StepTime, step_seconds
@@ -81,7 +82,7 @@ def search(
         cluster.gpu.peak(dtype)  # raises if the GPU has no such products: no plan could run
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
-    rejected: list[Rejection] = []
+    rejected = Rejections()
     feasible = Candidates(model, cluster, given.batch, options, constants, rejected).plans()
     timed = _timed(model, cluster, map(dispatched(given_options, model, cluster), feasible), constants)
     timed.sort(key=lambda item: item[0])
@@ -99,7 +100,7 @@ def search(
         cluster=cluster,
         plans=tuple(plans),
         ranking=ranking,
-        rejected=tuple(rejected),
+        rejected=rejected,
         misses=_nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf)),
         sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),
@@ -124,7 +125,7 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
     gpus = 1
     while gpus <= 65536:
         enough = replace(cluster, gpus=gpus, parts=())
-        if next(Candidates(model, enough, batch, quick, constants, []).plans(), None) is not None:
+        if next(Candidates(model, enough, batch, quick, constants, Rejections()).plans(), None) is not None:
             return gpus
         gpus *= 2
     return 0
@@ -165,14 +166,11 @@ def _distinct(plans: Iterable[Plan], count: int) -> list[Plan]:
 
 
 def _nearest_misses(
-    model: Model, cluster: Cluster, constants: Efficiency, rejected: Sequence[Rejection], best: float
+    model: Model, cluster: Cluster, constants: Efficiency, rejected: Rejections, best: float
 ) -> tuple[NearMiss, ...]:
     """Rejected plans that are faster than ``best`` seconds and exceed the memory by little, the least excess first."""
-    most = NEAR * cluster.gpu.memory
-    misses = [rejection for rejection in rejected if rejection.kind == "memory" and rejection.excess <= most]
-    misses.sort(key=lambda rejection: rejection.excess)
     chosen: dict[object, NearMiss] = {}
-    for rejection in misses[:MISSES_TIMED]:
+    for rejection in rejected.near(NEAR * cluster.gpu.memory)[:MISSES_TIMED]:
         plan = rejection.plan
         seconds = step_seconds(model, cluster, plan, constants)
         if seconds >= best * (1 - FASTER) or family(plan) in chosen:

@@ -8,7 +8,7 @@ from parallel_ops.planner.compute.efficiency import CONSTANTS, RATES, Efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS
-from parallel_ops.planner.results import Sensitivity
+from parallel_ops.planner.search.result import Sensitivity
 from parallel_ops.planner.step import step_seconds
 
 # Relative change of a constant.

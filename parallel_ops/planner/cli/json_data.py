@@ -1,0 +1,116 @@
+"""What ``--json`` prints: results as plain data."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from parallel_ops.planner.compute.software import fitted_constants
+from parallel_ops.planner.error_band import error_band
+from parallel_ops.planner.export import systems
+from parallel_ops.planner.feasibility import memory_problem
+from parallel_ops.planner.results import Estimate
+from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.search.result import SearchResult
+from parallel_ops.planner.validation import Report
+from parallel_ops.planner.validation.measurement import Measurement
+
+
+def estimate_data(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as plain data, with its properties; cluster and model by name."""
+    data = {f.name: getattr(estimate, f.name) for f in dataclasses.fields(estimate)}
+    data |= {
+        "model": estimate.model.name,
+        "seq_length": estimate.model.seq_length,
+        "cluster": estimate.cluster.name,
+        "plan": dataclasses.asdict(estimate.plan),
+        "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in estimate.memory],
+        "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
+        "broken_rules": dict(estimate.broken_rules),
+        "tflops_per_gpu": estimate.tflops_per_gpu,
+        "error_band": dataclasses.asdict(estimate.error_band),
+        "tight": estimate.tight,
+        "fits": memory_problem(estimate.cluster, estimate.plan, estimate.memory) is None,
+        "systems": systems(estimate.model, estimate.cluster, estimate.plan),
+    }
+    return data
+
+
+def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, Any]:
+    """A search as plain data."""
+    return {
+        "plans": [estimate_data(found) for found in shown],
+        "ties": result.ties,
+        "simplest": dataclasses.asdict(result.simplest.plan),
+        "misses": [
+            {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
+            for miss in result.misses
+        ],
+        "rejected": [
+            {
+                "kind": kind,
+                "plans": count,
+                "example": f"{nearest.plan.describe()}: {nearest.reason}",
+                "plan": dataclasses.asdict(nearest.plan),
+                "reason": nearest.reason,
+                "excess": nearest.excess,
+            }
+            for kind, (count, nearest) in result.rejected.nearest().items()
+        ],
+        "sensitivity": [dataclasses.asdict(entry) for entry in result.sensitivity],
+    }
+
+
+def simulation_data(simulation: Simulation) -> dict[str, Any]:
+    """A simulated schedule as plain data: kind, micro-batch, stage, start and end of each pass."""
+    ranks = [
+        [{**action._asdict(), "start": start, "end": end} for action, start, end in zip(*rows, strict=True)]
+        for rows in zip(simulation.schedule, simulation.starts, simulation.ends, strict=True)
+    ]
+    return {
+        "step_time": simulation.step_time,
+        "step_time_without_barrier": simulation.step_time_without_barrier,
+        "bubble": simulation.bubble,
+        "bubble_without_barrier": simulation.bubble_without_barrier,
+        "bubbles": simulation.bubbles,
+        "peak_activations": list(simulation.peak_activations),
+        "ranks": ranks,
+    }
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """The error table as plain data."""
+    return {
+        "tables": [dataclasses.asdict(found) for found in report.summaries()],
+        "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
+        "left_out": [dataclasses.asdict(found) for found in report.left_out],
+        "constants": [found._asdict() for found in fitted_constants()],
+        "promises": [{**dataclasses.asdict(promise), "met": promise.met} for promise in report.promises],
+    }
+
+
+def own_runs_data(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Data of ``own_runs``."""
+    return [
+        {
+            "table": row.table, "run": row.name, "measured": row.seconds, "predicted": row.predicted(),
+            "band": error_band(row.cluster, row.plan, software=row.software, experts=row.model.expert_kind).time,
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def as_json(data: Any) -> str:
+    """JSON in which numbers that are not finite are null."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data

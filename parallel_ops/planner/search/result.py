@@ -1,0 +1,229 @@
+"""Results of a search: ranked plans, rejected ones with their reasons, sensitivity to the constants."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.error_band import tied
+from parallel_ops.planner.feasibility import Problem, excess
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan, unchecked
+from parallel_ops.planner.results import Estimate
+
+
+class Rejection(NamedTuple):
+    """A plan that cannot run, and the reason.
+
+    Attributes:
+        base: the plan, but for ``recompute`` and ``offload``.
+        kind: kind of reason, for grouping.
+        reason: a sentence: ``stage 0 needs 91.2 GiB of 80.0: 11.2 too much``.
+        excess: bytes of memory that are missing; 0 for other reasons.
+        recompute, offload: of the plan.
+    """
+
+    base: Plan
+    kind: str
+    reason: str
+    excess: float
+    recompute: str
+    offload: str
+
+    @property
+    def plan(self) -> Plan:
+        """The rejected plan."""
+        return unchecked(self.base, recompute=self.recompute, offload=self.offload)
+
+
+class Rejections:
+    """Plans that cannot run, in the order of the search.
+
+    There may be a million, so a ``Rejection`` and its sentence are made when they are read.
+    """
+
+    def __init__(self) -> None:
+        # Plan, problem and the pairs of offload and recomputation that have it; or plan, one such pair, and the stage
+        # that needs too much memory with what it needs and has.
+        self._parts: list[tuple[Any, ...]] = []
+        self._size = 0
+
+    def add(self, plan: Plan, found: Problem, pairs: tuple[tuple[str, str], ...]) -> None:
+        """Adds the plan with each of ``pairs`` of offload and recomputation."""
+        self._parts.append((plan, found, pairs))
+        self._size += len(pairs)
+
+    def add_large(self, plan: Plan, pair: tuple[str, str], worst: tuple[int, float, float]) -> None:
+        """Adds a plan of which a stage, ``worst``, needs more bytes than are available."""
+        self._parts.append((plan, pair, *worst))
+        self._size += 1
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Rejection]:
+        for part in self._parts:
+            yield from _made(part)
+
+    def nearest(self) -> dict[str, tuple[int, Rejection]]:
+        """Number of plans and the one that lacks the least memory, by kind of reason, the most frequent first."""
+        found: dict[str, tuple[int, float, tuple[Any, ...]]] = {}
+        for part in self._parts:
+            kind, count, lacks = _LARGE, 1, 0.0
+            if len(part) == 3:
+                kind, count, lacks = part[1].kind, len(part[2]), part[1].excess
+            else:
+                lacks = part[3] - part[4]
+            before, least, nearest = found.get(kind) or (0, lacks, part)
+            if lacks < least:
+                least, nearest = lacks, part
+            found[kind] = before + count, least, nearest
+        by_count = sorted(found.items(), key=lambda item: -item[1][0])
+        return {kind: (count, next(_made(part))) for kind, (count, _, part) in by_count}
+
+    def near(self, most: float) -> list[Rejection]:
+        """Plans that fit but for at most ``most`` bytes, the least excess first."""
+        found = [part for part in self._parts if len(part) == 5 and part[3] - part[4] <= most]
+        found.sort(key=lambda part: part[3] - part[4])
+        return [rejection for part in found for rejection in _made(part)]
+
+
+_LARGE = "memory"
+
+
+def _sentence(stage: int, needed: float, available: float) -> tuple[str, str, float]:
+    found = excess(_LARGE, stage, needed, available)
+    assert found is not None
+    return found.kind, found.reason, found.excess
+
+
+def _made(part: tuple[Any, ...]) -> Iterator[Rejection]:
+    if len(part) == 3:
+        plan, found, pairs = part
+        for offload, recompute in pairs:
+            yield Rejection(plan, found.kind, found.reason, found.excess, recompute, offload)
+    else:
+        plan, (offload, recompute), stage, needed, available = part
+        yield Rejection(plan, *_sentence(stage, needed, available), recompute, offload)
+
+
+class NearMiss(NamedTuple):
+    """A plan that is faster than the best (``seconds`` per step) but needs ``excess`` bytes more than a GPU has."""
+
+    plan: Plan
+    reason: str
+    excess: float
+    seconds: float
+
+
+def family(plan: Plan) -> tuple[object, ...]:
+    """A key that near-twins share: plans that differ only in ZeRO 1 or 2 (or, with one rank to shard over, in any ZeRO
+    stage), or in how the tokens of a rank are split (micro-batches of two sequences on two context-parallel ranks, or
+    of one on each of two data-parallel ranks)."""
+    same = {"dp": plan.dp * plan.cp, "cp": 1, "cp_kind": "", "micro_batch": plan.micro_batch / plan.cp}
+    zero = 0 if plan.dp * plan.cp == 1 else plan.zero - (plan.zero == 2)
+    return tuple({**vars(plan), **same, "zero": zero}.values())
+
+
+def features(plan: Plan) -> int:
+    """How much a plan asks of a system and a model: kinds of parallelism, recomputation and the like.
+
+    Data parallelism and ZeRO of any stage leave the model as it is; the other kinds divide it.
+    """
+    divided = 4 * sum(getattr(plan, name) > 1 for name in ("tp", "pp", "cp", "ep"))
+    sharded = (plan.zero > 0) + (plan.zero == 3) + (plan.dp_replicate > 1)
+    uneven, schedule = bool(plan.layers_per_chunk), 2 * (plan.schedule not in ("1f1b", "interleaved"))
+    memory = (plan.recompute != "none") + 2 * (plan.offload != "none")
+    return divided + sharded + uneven + schedule + (plan.schedule == "interleaved") + memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How the ranking depends on one constant of ``Efficiency``.
+
+    Attributes:
+        constant: name of the constant.
+        low, high: the best plan if the constant is 20 % lower or higher.
+        changes: whether ``low`` or ``high`` differs from the best plan.
+        seconds: change of the best plan's step time from low to high, relative to the step time.
+    """
+
+    constant: str
+    low: Plan
+    high: Plan
+    changes: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """All plans of a model on a cluster: those that run, fastest first, and the others with their reasons.
+
+    Attributes:
+        model, cluster: the arguments of ``search``.
+        plans: estimates of the fastest plans that a known system can run, one per ``family``. First is the simplest of
+            those within 2 % of the fastest. Plans that only just fit (``Estimate.tight``) come after the others.
+        rejected: the plans that cannot run.
+        sensitivity: dependence of the choice on each constant.
+        ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
+        misses: rejected plans that are faster than the best and need little more memory, the least excess first.
+        smallest: if no plan runs, the fewest GPUs of this kind that suffice; 0 if none do, or if a plan runs.
+    """
+
+    model: Model
+    cluster: Cluster
+    plans: tuple[Estimate, ...]
+    rejected: Rejections
+    sensitivity: tuple[Sensitivity, ...] = ()
+    ranking: tuple[tuple[Plan, float], ...] = ()
+    misses: tuple[NearMiss, ...] = ()
+    smallest: int = 0
+
+    @property
+    def best(self) -> Estimate:
+        """The first plan: the simplest of those within 2 % of the fastest.
+
+        Raises:
+            ValueError: no plan fits; names the smallest cluster that suffices.
+        """
+        if not self.plans:
+            raise ValueError(self.nothing_fits())
+        return self.plans[0]
+
+    @property
+    def simplest(self) -> Estimate:
+        """The plan within the error band of the best that has the fewest kinds of parallelism and devices
+        against a lack of memory."""
+        return min(self.plans[: self.ties], key=lambda found: (features(found.plan), found.step))
+
+    @property
+    def ties(self) -> int:
+        """Number of ``plans`` within the error band of the best (``tied``), the best included."""
+        width, best = self.best.error_band.time, self.best.step
+        return sum((tied(found.step, best, width) and not found.tight) or found is self.best for found in self.plans)
+
+    def nothing_fits(self) -> str:
+        """Error message of a search without plans."""
+        would = f"{self.smallest:,} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
+        if self.smallest and self.smallest <= self.cluster.gpus and self.rejected:
+            example = next(rejection for _, rejection in self.rejected.nearest().values())
+            return (
+                f"no plan of {self.model.name} runs on all {self.cluster.gpus:,} GPUs of {self.cluster.name}, mostly "
+                f"since {example.reason}; {would}"
+            )
+        large = [rejection for rejection in self.rejected if rejection.excess]
+        if self.rejected and not large:
+            reasons = dict.fromkeys(rejection.reason for rejection in self.rejected)
+            more = f", and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+            return f"no plan of {self.model.name} runs on {self.cluster.name}: {'; '.join(list(reasons)[:3])}{more}" + (
+                f"; {would}" if self.smallest else ""
+            )
+        fits = f"no plan of {self.model.name} fits on {self.cluster.name}; {would}"
+        if large:
+            nearest = min(large, key=lambda rejection: rejection.excess)
+            fits += f"; the nearest is {nearest.plan.describe()}: {nearest.reason}"
+        return fits
+
+    def reasons(self) -> dict[str, int]:
+        """Number of rejected plans by kind of reason, the most frequent first."""
+        return {kind: count for kind, (count, _) in self.rejected.nearest().items()}
