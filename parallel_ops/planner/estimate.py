@@ -49,6 +49,8 @@ def estimate(
     seconds = pipeline + outside + optimizer
     tokens = plan.global_batch * model.seq_length
     model_flops = 3.0 * tokens * model.forward_flops
+    if model.lora_rank:  # no gradients of frozen weights
+        model_flops -= tokens * (model.forward_flops - model.num_layers * model.attention_flops)
     hardware_flops = model_flops + tokens * recomputed_flops(model, plan)
     stage_ranks = plan.gpus / plan.pp
     peak = sum(gpu.peak(plan.dtype) for gpu in step.gpus) * stage_ranks

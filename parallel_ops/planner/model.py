@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel_ops.planner.checks import check_choice, check_counts, check_figures
+from parallel_ops.planner.precision import FROZEN_BYTES
 from parallel_ops.planner.speed import hashed_once
 
 
@@ -70,6 +71,8 @@ class Model:
             length), inside of which attention stays; 0 for whole sequences.
         lengths: lengths of documents and their numbers, with which ``documents`` are shared among ranks; none if only
             their mean is known.
+        lora_rank: rank of adapters, which alone are trained (``memory/adapters.py``); 0 to train all parameters.
+        frozen: format of frozen linears, ``"16bit"`` or ``"nf4"``.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -101,16 +104,21 @@ class Model:
     full_every: int = 0
     documents: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ()
+    lora_rank: int = 0
+    frozen: str = "16bit"
 
     def __post_init__(self) -> None:
         check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))
         widths = ("num_kv_heads", "head_dim", "ffn_hidden_size", "expert_ffn")
         experts = ("experts", "experts_per_token", "shared_experts", "dense_layers", "expert_nodes")
-        check_counts(self, (*widths, *experts, "window", "full_every"), at_least=0)
+        check_counts(self, (*widths, *experts, "window", "full_every", "lora_rank"), at_least=0)
         check_figures(self, ("documents",), zero=True)
         check_choice(self, "bias", ("all", "qkv", "none"))
         check_choice(self, "norm", ("layer", "rms"))
         check_choice(self, "positions", ("learned", "rotary"))
+        check_choice(self, "frozen", tuple(FROZEN_BYTES))
+        if self.frozen == "nf4" and not self.lora_rank:
+            raise ValueError("Model: frozen=nf4 needs lora_rank: weights of 4 bits are not trained")
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"Model: hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})"

@@ -43,6 +43,9 @@ FORMATS = {
     "mxfp8": Format("fp8", 1.0, 1, 4, 4, 0),
     "nvfp4": Format("fp4", 0.8, 0.5, 5, 5, 0),
 }
+# Bytes of a weight that is not trained. NF4 has an 8-bit scale for 64 weights, and an fp32 one for 256 of these scales
+# (arXiv:2305.14314, section 3).
+FROZEN_BYTES = {"16bit": 2.0, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
 DTYPES = ("fp32", "fp16", "bf16", *FORMATS)
 
 

@@ -17,7 +17,7 @@ from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
 from parallel_ops.planner.compute.compute import work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.memory.states import parameters_of, state_bytes
+from parallel_ops.planner.memory.states import state_bytes, trained_parameters
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import beside, chunk_costs, layer_costs, rank_passes
 from parallel_ops.planner.placement import (
@@ -145,7 +145,7 @@ class StepTime:
     def _owned(self) -> float:
         """Parameters that one GPU of the slowest stage updates."""
         plan, ranks = self.plan, group_size(self.plan, "dp")
-        dense, expert = parameters_of(self.model, self.layout, plan, self.slowest)
+        dense, expert = trained_parameters(self.model, self.layout, plan, self.slowest)
         if not plan.zero:
             return dense + expert
         return dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel_ops.planner.checks import check_figures, unknown
+from parallel_ops.planner.memory.adapters import saved_parameters
 from parallel_ops.planner.results import Estimate
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
@@ -86,7 +87,7 @@ def expected(found: Estimate, run: TrainingRun, prices: Mapping[str, float] | No
             raise ValueError(f"prices: {name} must be zero or more, got {price!r}")
     paid = dict(prices or {})
     nodes = math.ceil(plan.gpus / cluster.gpus_per_node)
-    saving = run.checkpoint or _SAVED * found.model.parameters / (_STORAGE * nodes)
+    saving = run.checkpoint or _SAVED * saved_parameters(found.model) / (_STORAGE * nodes)
     rate = plan.gpus / (run.mtbf * 3600)
     interval = math.sqrt(2 * saving / rate)
     goodput = 1 - saving / interval - rate * (interval / 2 + run.restart)

@@ -17,6 +17,7 @@ from parallel_ops.planner.documents import lengths_of, with_lengths
 from parallel_ops.planner.export import ExportTarget, find_target
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
+from parallel_ops.planner.precision import FROZEN_BYTES
 from parallel_ops.planner.search.options import PLURALS, STATES, SearchOptions, default_options
 from parallel_ops.planner.training_run import TrainingRun
 
@@ -26,6 +27,22 @@ def documents(found: Model, text: str | None) -> Model:
     if text is None:
         return found
     return with_lengths(found, lengths_of(text, found.seq_length))
+
+
+def adapters(found: Model, text: str | None) -> Model:
+    """``found`` with low-rank adapters that are trained alone: their rank, ``16``, and the format of the frozen weights
+    if that is not 16 bits, ``16:nf4``.
+
+    Raises:
+        ValueError: no such rank or format.
+    """
+    if text is None:
+        return found
+    rank, _, frozen = text.strip().lower().partition(":")
+    if not rank.isdecimal() or not int(rank) or frozen not in ("", *FROZEN_BYTES):
+        raise ValueError(f"--lora takes the rank of adapters, 16, or 16:nf4 for frozen weights of 4 bits, got {text!r}")
+    name = f"{found.name}, adapters of rank {rank}{', frozen ' + frozen if frozen else ''}"
+    return replace(found, name=name, lora_rank=int(rank), frozen=frozen or found.frozen)
 
 
 def model(name: str, sequence: int | None = None) -> Model:

@@ -42,6 +42,13 @@ Documents = Annotated[
         show_default="whole sequences",
     ),
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        help="Rank of low-rank adapters that are trained alone: 16, or 16:nf4 with the frozen weights in 4 bits.",
+        show_default="all parameters are trained",
+    ),
+]
 Batch = Annotated[
     str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
 ]

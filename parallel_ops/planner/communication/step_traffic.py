@@ -19,7 +19,7 @@ from parallel_ops.planner.communication.network import (
 )
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.activations import layer_activations
-from parallel_ops.planner.memory.states import end_parameters, parameters_of, state_bytes
+from parallel_ops.planner.memory.states import end_parameters, frozen_bytes, state_bytes, trained_parameters
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, recomputed_share, stage_layout
 from parallel_ops.planner.plan import Plan
@@ -64,14 +64,18 @@ class StepTraffic:
             if split and not plan.sequence_parallel:
                 inside = group_link(cluster, plan, "tp", efficiency)
                 self.blocking = all_gather_seconds(plan.tp, size, inside)
-        dense, expert = parameters_of(model, layout, plan, stage)
+        dense, expert = trained_parameters(model, layout, plan, stage)
         ranks = group_size(plan, "dp")
         layers = sum(layer_counts(model, layout)[stage])
         self._link, self._launches = (
             group_link(cluster, plan, "dp", efficiency),
             layers * start_seconds(efficiency, max(2, ranks)),
         )
-        shared = ((dense, ranks), (expert, expert_replicas(plan))) if expert else ((dense, ranks),)
+        shared = (dense, ranks, 0.0), *([(expert, expert_replicas(plan), 0.0)] if expert else [])
+        if model.lora_rank and plan.zero == 3:
+            # Adapters and frozen weights are gathered together, gradients of adapters alone reduced.
+            frozen, of_experts = frozen_bytes(model, layout, plan, stage)
+            shared = (dense, ranks, frozen), *([(0.0, expert_replicas(plan), of_experts)] if of_experts else [])
         self._scattering = _scattering(self._link, efficiency.reduce_scatter)
         links = self._link, self._scattering
         self._reductions = _reductions(plan, shared, self._width, gradient, links, self._launches)
@@ -148,7 +152,7 @@ def _times_reduced(plan: Plan) -> int:
 
 def _reductions(
     plan: Plan,
-    shared: tuple[tuple[float, int], ...],
+    shared: tuple[tuple[float, int, float], ...],
     width: int,
     gradient: int,
     links: tuple[Interconnect, Interconnect],
@@ -157,15 +161,15 @@ def _reductions(
     """The data-parallel collectives of a step.
 
     Args:
-        shared: numbers of parameters, and of the ranks that share them.
+        shared: numbers of trained parameters, and of the ranks that share them; bytes of frozen ones to gather.
         width, gradient: bytes per parameter and per gradient.
         links: of all collectives but reduce-scatters, and of those.
         launches: seconds to start one collective per layer.
     """
     found = []
     link, scattering = links
-    for parameters, ranks in shared:
-        if not parameters or ranks == 1:
+    for parameters, ranks, frozen in shared:
+        if not parameters + frozen or ranks == 1:
             continue
         if plan.zero == 0:
             size = parameters * gradient
@@ -175,7 +179,9 @@ def _reductions(
         gathers = 1 if plan.zero < 3 else 2 * plan.micro_batches
         kinds = ("all-gather", gathers, width, link), ("reduce-scatter", _times_reduced(plan), gradient, scattering)
         for kind, count, each, used in kinds:
-            size = parameters * each
+            size = parameters * each + (frozen if kind == "all-gather" else 0.0)
+            if not size:
+                continue
             seconds = all_gather_seconds(ranks, size, used) + launches
             found.append(_Reduction(kind, count, size, ranks, seconds))
     return found

@@ -25,7 +25,7 @@ from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.precision import FORMATS, stored
+from parallel_ops.planner.precision import FORMATS, FROZEN_BYTES, stored
 
 # 16-bit FLOPs and exponentials of a multiprocessor a clock, where FLOPs no longer take longer for heads of 64.
 _SFU_BOUND = {"blackwell": (8192, 16)}
@@ -141,6 +141,9 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     held = (model.attention_weights + (model.router_parameters if sparse else model.mlp_weights)) / work.tp
     held += model.experts * model.expert_weights / work.ep / work.expert_shards if sparse else 0
     w += (width + 2 * work.grad_bytes) * held / bandwidth
+    if model.lora_rank:
+        held = model.lora_rank * sum(n * (i + o) for _, i, o, n in _adapted(model, work.tp, tokens, sparse))
+        f, i, w = _with_adapters(model, engine, work, tokens, sparse, (f, i), (width + 2 * work.grad_bytes) * held)
     linears, f = f, f + scores + forward
     again = 0.0
     if work.recompute == "full":
@@ -153,6 +156,35 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
         again = _modules_again(model, products, work, spread, tokens, scores, seconds)
     again *= recomputed_share(model, work.recompute_layers)
     return Passes(f, i + scores_back + backward + again, w)
+
+
+def _adapted(model: Model, tp: int, tokens: float, sparse: bool) -> list[Shape]:
+    """Linears of a layer that have an adapter: see ``memory/adapters.py``."""
+    return [shape for shape in linear_shapes(model, tp, tokens, sparse=sparse) if shape[2] != model.experts]
+
+
+def _with_adapters(
+    model: Model, engine: Engine, work: Work, tokens: float, sparse: bool, linears: tuple[float, float], moved: float
+) -> tuple[float, float, float]:
+    """F, I and W of linears that are frozen, with adapters. ``moved``: bytes of the accumulation of their gradients.
+
+    The adapter's output is added to the linear's, and its gradient to that of the input. Frozen weights of 4 bits are
+    read and written in 16 before the products of F and of I.
+    """
+    (f, i), w, width = linears, moved / engine.bandwidth, _width(stored(work.dtype))
+    for rows, inputs, outputs, count in _adapted(model, work.tp, tokens, sparse):
+        for narrow in ((rows, inputs, model.lora_rank), (rows, model.lora_rank, outputs)):
+            found = linear(engine, *narrow, count=count, width=width)
+            f, i, w = f + found[0], i + found[1], w + found[2]
+        f += 3 * width * count * rows * outputs / engine.bandwidth
+        i += 3 * width * count * rows * inputs / engine.bandwidth
+    if model.frozen != "16bit":
+        weights = (model.attention_weights + (0 if sparse else model.mlp_weights)) / work.tp
+        weights += model.shared_experts * model.expert_weights / work.tp if sparse else 0
+        weights += model.experts * model.expert_weights / work.ep / work.expert_shards if sparse else 0
+        converted = (FROZEN_BYTES[model.frozen] + width) * weights / engine.bandwidth
+        f, i = f + converted, i + converted
+    return f, i, w
 
 
 def _modules_again(
@@ -207,8 +239,8 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
     # In place: written, read twice, its gradient written over it and read by two products.
     forward, backward = (8, 4) if work.fused_loss else (10, 4) if work.inplace_loss else (20, 14)
     logits = tokens * vocab / bandwidth
-    accumulate = (width + 2 * work.grad_bytes) * model.hidden_size * vocab / bandwidth
-    return Passes(f + forward * logits, i + backward * logits, w + accumulate)
+    w += (width + 2 * work.grad_bytes) * model.hidden_size * vocab / bandwidth
+    return Passes(f + forward * logits, i + backward * logits, 0.0 if model.lora_rank else w)
 
 
 def _width(dtype: str) -> float:

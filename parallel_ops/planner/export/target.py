@@ -48,6 +48,7 @@ class ExportTarget:
         config: name of the file that the export is; empty if it is arguments of ``command``.
         environment: returns variables that the program needs.
         software: era whose efficiencies a search for this system uses (``compute.software``).
+        adapters: why the export cannot have low-rank adapters, of a model with ``lora_rank``; empty if it can.
         own: returns the system's defaults, as changes to fields of a plan that a user leaves open.
     """
 
@@ -56,6 +57,7 @@ class ExportTarget:
     command: tuple[str, ...] = ()
     config: str = ""
     environment: Callable[[Cluster, Plan], dict[str, str]] = lambda cluster, plan: {}
+    adapters: str = ""
     software: str = CURRENT
     limits: Limits = field(default_factory=dict)
     problems: Callable[[Model, Cluster, Plan], Iterator[str]] = _any_plan

@@ -196,6 +196,7 @@ def _literal(value: Any) -> str:
 
 TORCHTITAN = ExportTarget(
     name="torchtitan",
+    adapters="the module that is written converts no linears to adapters",
     write=_write,
     command=("-m", "torchtitan.train", "--module", "plan", "--config", "planned"),
     config="plan.py",

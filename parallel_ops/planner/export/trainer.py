@@ -20,6 +20,10 @@ from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if model.latent and (model.bias != "none" or model.positions != "rotary"):
         yield "its latent attention has rotary positions and no biases"
+    if model.lora_rank and (model.experts or model.latent):
+        yield "its adapters are for dense models without latent attention"
+    if model.frozen != "16bit":
+        yield f"its frozen weights are not {model.frozen}"
     if model.experts and not model.gated:
         yield "its experts have gated activations"
     if model.experts and model.bias == "all":
@@ -49,6 +53,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         **({"model.experts": _experts(model)} if model.experts else {}),
         # Tokens of two bytes, the default, are too small for large vocabularies.
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
+        **({"lora": {"rank": model.lora_rank, "alpha": 2.0 * model.lora_rank}} if model.lora_rank else {}),
         "optimizer": {"lr": 3e-4},
         "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
         "precision": {"dtype": stored(plan.dtype)} | ({"linears": plan.dtype} if plan.dtype in FORMATS else {}),
@@ -60,6 +65,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         "model.experts": "add score, groups, selection_bias and the rest of the router, or dir in [model]",
         "model": f"{model.name}; rotary_base and norm_eps are not in its shape: add them, or dir in its place",
         "data": "token files, or folders of them",
+        "lora": "add dir in [model]: the weights that stay frozen",
         "optimizer": "a plan does not choose it: schedule, warmup and the rest have their defaults",
     }
     # Strings, numbers, booleans and lists are written the same in TOML and in JSON.

@@ -204,7 +204,9 @@ class PlanMemory:
         if stage == self._head:
             head = 2 * width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
             if plan.fused_loss:
-                logits = self._logit_chunk + 4.0 * model.hidden_size * model.vocab_size / plan.tp
+                logits = self._logit_chunk
+                if not model.lora_rank:
+                    logits += 4.0 * model.hidden_size * model.vocab_size / plan.tp
             else:
                 each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
                 each = 2 * width if plan.inplace_loss else each
@@ -264,6 +266,7 @@ def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
     """Bytes that FSDP keeps gathered during the passes of the layers: input and output embedding, and the gradient of
     the larger one until it is reduced."""
     width, gradient, _ = state_bytes(plan)
+    gradient = 0 if model.lora_rank else gradient
     ends = end_parameters(model, plan, stage)
     return width * sum(ends) + gradient * max(ends, default=0)
 
@@ -272,7 +275,7 @@ def _dummy_gradients(model: Model, plan: Plan) -> float:
     """Bytes of the weight gradients that Transformer Engine hands to autograd, one a shape for the whole process, where
     the GEMM adds the real one to Megatron-LM's buffer (transformer_engine/pytorch/module/base.py, ``get_dummy_wgrad``:
     linears since 2.3, grouped ones since 2.10)."""
-    if plan.fsdp or plan.gather_parameters or plan.zero > 1:
+    if plan.fsdp or plan.gather_parameters or plan.zero > 1 or model.lora_rank:
         return 0.0
     sparse = model.sparse_layers
     kinds = [*[False] * (sparse < model.num_layers), *[True] * (sparse > 0)]
@@ -289,6 +292,7 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     """Working memory of one layer: its gathered parameters and those of the next, its gradients until they are reduced,
     gradients of its activations, and tensors gathered for tensor parallelism."""
     width, gradient, _ = state_bytes(plan)
+    gradient = 0 if model.lora_rank else gradient  # those of adapters are small
     sparse = model.sparse_layers > 0
     largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
     largest /= plan.tp
@@ -300,6 +304,8 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
         total += width * max(one, min(LIVE_PARAMETERS, whole)) + gradient * max(one, min(REDUCE_BUCKET, whole))
     elif group_size(plan, "dp") > 1 and (plan.zero >= 2 or sharded_states(plan) == 2):
         total += largest * (gradient + (2 * width if plan.zero == 3 else 0))
+    if model.frozen != "16bit":
+        total += width * _largest_parameter(model, plan)  # converted to 16 bits
     ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
     total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
     message = width * tokens * model.hidden_size

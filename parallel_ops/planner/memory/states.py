@@ -16,6 +16,7 @@ moments); with FSDP or replicate and ZeRO-0 to 2, the whole gathered parameters 
 
 from functools import lru_cache
 
+from parallel_ops.planner.memory.adapters import layer_adapters
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import (
     StageLayout,
@@ -26,6 +27,7 @@ from parallel_ops.planner.placement import (
     stage_layout,
 )
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FROZEN_BYTES
 
 
 def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
@@ -51,6 +53,28 @@ def _stage_parameters(model: Model, layout: StageLayout, tp: int, parts: int, st
     whole = dense_layers * model.whole_in_layer(False, tp) + sparse_layers * model.whole_in_layer(True, tp)
     whole += model.norm_width * (stage == head_rank(layout))
     return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / parts
+
+
+def trained_parameters(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
+    """Trained parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and of experts."""
+    if not model.lora_rank:
+        return parameters_of(model, layout, plan, stage)
+    dense, sparse = layer_counts(model, layout)[stage]
+    counts = (dense, False), (sparse, True)
+    return sum(count * layer_adapters(model, plan.tp, kind) for count, kind in counts if count), 0.0
+
+
+def frozen_bytes(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
+    """Bytes of the frozen weights on one GPU of a stage before ZeRO: of those that all data-parallel ranks share, and
+    of experts. Zeros for a model that is trained as a whole."""
+    if not model.lora_rank:
+        return 0.0, 0.0
+    shared, experts = parameters_of(model, layout, plan, stage)
+    width, saved = 2.0, 2.0 - FROZEN_BYTES[model.frozen]
+    dense, sparse = layer_counts(model, layout)[stage]
+    linears = (dense + sparse) * model.attention_weights + dense * model.mlp_weights
+    linears += sparse * model.shared_experts * model.expert_weights
+    return width * shared - saved * linears / plan.tp, (width - saved) * experts
 
 
 def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
@@ -92,13 +116,21 @@ def state_memory(
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer (offloaded or not) on one GPU of a stage, sharded by ZeRO stage
     ``zero``. ``layout``: that of the plan, if known."""
-    dense, expert = parameters_of(model, layout or stage_layout(plan), plan, stage)
+    layout = layout or stage_layout(plan)
+    dense, expert = trained_parameters(model, layout, plan, stage)
     ranks, (parameter, gradient, optimizer) = group_size(plan, "dp"), state_bytes(plan)
     whole, owned = dense + expert, dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
+    frozen, of_experts = frozen_bytes(model, layout, plan, stage) if model.lora_rank else (0.0, 0.0)
+    if zero >= 3:
+        frozen, of_experts = frozen / ranks, of_experts / expert_replicas(plan)
     parameters = parameter * (owned if zero >= 3 else whole)
     if plan.fsdp and plan.dp * plan.cp > 1:
         if plan.dtype == "fp32" and (zero < 3 or ranks == 1):
             parameters += parameter * (owned if zero else whole)
         elif plan.dtype != "fp32" and zero == 3 and ranks > 1:
             parameters = 0.0
-    return parameters, gradient * (owned if zero >= 2 else whole), optimizer * (owned if zero >= 1 else whole)
+    return (
+        parameters + frozen + of_experts,
+        gradient * (owned if zero >= 2 else whole),
+        optimizer * (owned if zero >= 1 else whole),
+    )
