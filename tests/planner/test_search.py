@@ -36,7 +36,8 @@ def test_175b_on_1024_gpus_takes_less_than_10_seconds(large):
 
 
 def test_a_search_does_no_work_twice(monkeypatch):
-    """Layers and memory are counted for plans that could run; ZeRO-2 in a pipeline is not timed again."""
+    """Layers and memory are counted for plans that could run, layers once for all stages of ZeRO; ZeRO-2 in a pipeline
+    is not timed again."""
     calls = Counter()
 
     def counted(module, name):
@@ -56,9 +57,9 @@ def test_a_search_does_no_work_twice(monkeypatch):
     plans = [plan for plan, _ in found.ranking]
     memory_only = {r.base for r in found.rejected if r.kind == "memory"}
     even = {replace(plan, layers_per_chunk=(), recompute="none", offload="none") for plan in plans}
-    # Once for each plan, and once more for the memory of its uneven stages.
-    assert len(even) < calls["balanced_chunks"] <= len(even | memory_only)
-    assert calls["MemoryCheck"] <= 2 * calls["balanced_chunks"]
+    assert 0 < calls["balanced_chunks"] <= len(even | memory_only) / 2
+    # Once for each plan, and once more for its uneven stages.
+    assert len(even) < calls["MemoryCheck"] <= 2 * len(even | memory_only)
     twins = sum(plan.pp > 1 and plan.zero == 2 for plan in plans)
     misses = min(2000, sum(r.kind == "memory" for r in found.rejected))
     assert twins > 500
@@ -108,7 +109,7 @@ def test_no_option_hides_a_faster_plan():
     """Plans that fit without recomputation and offload are no slower without them."""
     options = replace(FEW, offload=("none", "optimizer"))
     cluster = presets.cluster("a100-80x8")
-    best = search(LLAMA, cluster, batch=64, options=options).best
+    fastest = search(LLAMA, cluster, batch=64, options=options).ranking[0][1]
     slower = []
     for recompute in ("none", "selective", "full"):
         for offload in ("none", "optimizer"):
@@ -116,7 +117,7 @@ def test_no_option_hides_a_faster_plan():
                 LLAMA, cluster, batch=64, options=replace(options, recompute=(recompute,), offload=(offload,))
             ).ranking:
                 slower.append(step_seconds(LLAMA, cluster, plan, efficiency("ampere")))
-    assert min(slower) >= best.step * 0.98
+    assert min(slower) >= fastest * 0.98
 
 
 def test_sensitivity_tries_each_constant(large):

@@ -19,6 +19,7 @@ from parallel_ops.planner.cli.options import (
     Documents,
     Json,
     Launcher,
+    Lora,
     ModelName,
     Only,
     Output,
@@ -88,6 +89,7 @@ def plan_command(
     batch: Batch,
     seq: Sequence = None,
     docs: Documents = None,
+    lora: Lora = None,
     system: System = None,
     only: Only = None,
     software: SoftwareName = None,
@@ -104,7 +106,8 @@ def plan_command(
 
     Example: parallel-ops plan --model llama3-8b --cluster h100x64 --batch 4M --output run.toml
     """
-    shape, machine = inputs.documents(inputs.model(model, seq), docs), inputs.cluster(cluster, price)
+    shape = inputs.adapters(inputs.documents(inputs.model(model, seq), docs), lora)
+    machine = inputs.cluster(cluster, price)
     system = _written_for(system, output, launcher)
     options = replace(inputs.options(machine, system, only), any_system=any_system)
     result = _search(shape, machine, batch, options, software, keep=max(top, 10))
@@ -122,7 +125,8 @@ def plan_command(
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
     if text := describe(shape, best.plan.cp, best.plan.dp):
         console.print(f"\n{text}", highlight=False)
-    console.print(f"\n{tables.whose_times(shown)}", highlight=False)
+    for line in (*tables.beside(result), tables.whose_times(shown)):
+        console.print(f"\n{line}", highlight=False)
     if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
         console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
@@ -143,6 +147,7 @@ def estimate_command(
     batch: Batch,
     seq: Sequence = None,
     docs: Documents = None,
+    lora: Lora = None,
     plan: PlanText = None,
     system: WrittenFor = None,
     software: SoftwareName = None,
@@ -160,7 +165,8 @@ def estimate_command(
     Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
     """
     system = _written_for(system, output, launcher)
-    shape, machine = inputs.documents(inputs.model(model, seq), docs), inputs.cluster(cluster, price)
+    shape = inputs.adapters(inputs.documents(inputs.model(model, seq), docs), lora)
+    machine = inputs.cluster(cluster, price)
     if plan is None:
         options = inputs.options(machine, system if system in TARGETS else None, None)
         found = _search(shape, machine, batch, options, software, keep=10).best

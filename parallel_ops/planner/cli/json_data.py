@@ -43,6 +43,7 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
         "plans": [estimate_data(found) for found in shown],
         "ties": result.ties,
         "simplest": dataclasses.asdict(result.simplest.plan),
+        **{name: found and estimate_data(found) for name, found in (("own", result.own), ("plain", result.plain))},
         "misses": [
             {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
             for miss in result.misses

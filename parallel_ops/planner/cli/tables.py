@@ -62,6 +62,21 @@ def tied(result: SearchResult, ties: int) -> str:
     return f"The {ties} plans marked = are ties within this error: time them, or take the simplest, {simplest}."
 
 
+def beside(result: SearchResult) -> list[str]:
+    """Sentences about ``SearchResult.own`` and ``plain``."""
+    best, lines = result.best.step, []
+    if result.own:
+        less = 1 - result.own.step / best
+        lines.append(
+            f"parallel-ops train alone runs {result.own.plan.describe()}: {less:.1%} less time than the first."
+        )
+    if result.plain:
+        more, limit = result.plain.step / best - 1, ", and only just fits" if result.plain.tight else ""
+        compared = f"{abs(more):.1%} {'more' if more >= 0 else 'less'} time than the first"
+        lines.append(f"Data parallelism alone, {result.plain.plan.describe()}, takes {compared}{limit}.")
+    return lines
+
+
 def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
     """Ranked plans, the first ``ties`` marked as equal, each with the rules of thumb that it breaks."""
     out = new_table()

@@ -130,7 +130,9 @@ def features(plan: Plan) -> int:
 
     Data parallelism and ZeRO of any stage leave the model as it is; the other kinds divide it.
     """
-    divided = 4 * sum(getattr(plan, name) > 1 for name in ("tp", "pp", "cp", "ep"))
+    divided = 4 * ((plan.pp > 1) + (plan.ep > 1)) + (2 + plan.cp.bit_length() if plan.cp > 1 else 0)
+    # Each doubling of tensor parallelism makes products narrower.
+    divided += 1 + 3 * (plan.tp.bit_length() - 1) if plan.tp > 1 else 0
     sharded = (plan.zero > 0) + (plan.zero == 3) + (plan.dp_replicate > 1)
     uneven, schedule = bool(plan.layers_per_chunk), 2 * (plan.schedule not in ("1f1b", "interleaved"))
     memory = (plan.recompute != "none") + 2 * (plan.offload != "none")
@@ -167,6 +169,8 @@ class SearchResult:
         sensitivity: dependence of the choice on each constant.
         ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
         misses: rejected plans that are faster than the best and need little more memory, the least excess first.
+        own: the fastest plan that ``parallel-ops train`` alone runs, if it is faster than the first; else ``None``.
+        plain: the fastest plan of data parallelism and ZeRO alone, if one fits and the first divides the model.
         smallest: if no plan runs, the fewest GPUs of this kind that suffice; 0 if none do, or if a plan runs.
     """
 
@@ -177,6 +181,8 @@ class SearchResult:
     sensitivity: tuple[Sensitivity, ...] = ()
     ranking: tuple[tuple[Plan, float], ...] = ()
     misses: tuple[NearMiss, ...] = ()
+    own: Estimate | None = None
+    plain: Estimate | None = None
     smallest: int = 0
 
     @property

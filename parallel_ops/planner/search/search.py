@@ -7,7 +7,7 @@
             the cheapest recomputation and offload that fit
             uneven stages, if they make the slowest rank faster and fit too
     rank by a simulation of a smaller pipeline; simulate the schedules of the best plans and rank these again
-    the simplest of those that are within 2 % of the fastest comes first
+    the simplest of those that are within 2 % of the fastest, and that a public system runs, comes first
 
 Recomputation and offload only cost time, so a plan that fits without them is not tried with them.
 """
@@ -15,7 +15,7 @@ Recomputation and offload only cost time, so a plan that fits without them is no
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_ops.planner.checks import check_counts
@@ -23,7 +23,8 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.software import CURRENT, constants_of
 from parallel_ops.planner.estimate import estimate
-from parallel_ops.planner.export import find_target, systems
+from parallel_ops.planner.export import TARGETS, find_target, systems
+from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
@@ -40,6 +41,8 @@ NEAR, FASTER = 0.1, 0.01
 NEARLY = 0.02
 # The fastest plans whose order the sensitivity to constants is about.
 MOST_COMPARED = 60
+# Plans that are estimated in search of a simpler one.
+MOST_SIMPLER = 12
 # Plans among which one with room for an error of the memory is looked for.
 MOST_TIGHT = 300
 # Near misses that are timed, the least excess first, and that are returned.
@@ -94,7 +97,9 @@ def search(
         # All of the fastest only just fit: the fastest of those that have room comes first.
         more = map(estimated, itertools.islice(_known(model, cluster, ranking, options), MOST_TIGHT))
         plans[:0] = next(([found] for found in more if not found.tight), [])
-    plans = _simplest_first(plans)
+    if plans:
+        first = _simplest(plans, _known(model, cluster, ranking, options, seconds=plans[0].step), estimated)
+        plans = [first, *(found for found in plans if found.plan != first.plan)]
     return SearchResult(
         model=model,
         cluster=cluster,
@@ -103,15 +108,41 @@ def search(
         rejected=rejected,
         misses=_nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf)),
         sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
+        **(_beside(model, cluster, ranking, plans[0], options, estimated) if plans else {}),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),
     )
 
 
-def _simplest_first(plans: list[Estimate]) -> list[Estimate]:
-    """Moves the simplest of the plans that are at most ``NEARLY`` slower than the first to the front."""
-    near = [found for found in plans if found.step <= plans[0].step * (1 + NEARLY) and found.tight == plans[0].tight]
-    first = min(near, key=lambda found: (features(found.plan), found.step), default=None)
-    return [first, *(found for found in plans if found is not first)] if first else plans
+def _simplest(plans: list[Estimate], known: Iterable[Plan], estimated: Callable[[Plan], Estimate]) -> Estimate:
+    """The simplest of the plans that are at most ``NEARLY`` slower than the first of ``plans``, of these and of
+    ``known``, whose times are those of a smaller pipeline."""
+    most, tight = plans[0].step * (1 + NEARLY), plans[0].tight
+    near = [found for found in plans if found.step <= most and found.tight == tight]
+    best = min(near, key=lambda found: (features(found.plan), found.step))
+    simpler = [plan for plan in known if features(plan) < features(best.plan)]
+    for plan in sorted(simpler, key=features)[:MOST_SIMPLER]:
+        found = estimated(plan)
+        if found.step <= most and found.tight == tight:
+            return found
+    return best
+
+
+def _beside(
+    model: Model, cluster: Cluster, ranking: Sequence[tuple[Plan, float]], best: Estimate, options: SearchOptions,
+    estimated: Callable[[Plan], Estimate],
+) -> dict[str, Estimate | None]:  # fmt: skip
+    """``SearchResult.own`` and ``plain``."""
+    own = plain = None
+    if not options.target:
+        faster = (plan for plan, seconds in ranking if seconds < best.step * (1 - FASTER))
+        alone = (plan for plan in faster if systems(model, cluster, plan) == (TRAINER.name,))
+        found = next((each for each in map(estimated, itertools.islice(alone, MOST_SIMPLER)) if not each.tight), None)
+        own = found if found and found.step < best.step * (1 - FASTER) else None
+    undivided = (plan for plan, _ in ranking if plan.tp == plan.pp == plan.cp == plan.ep == 1)
+    if best.plan.tp * best.plan.pp * best.plan.cp * best.plan.ep > 1:
+        found = next(map(estimated, itertools.islice(undivided, 1)), None)
+        plain = found
+    return {"own": own, "plain": plain}
 
 
 def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: SearchOptions | None = None) -> int:
@@ -148,11 +179,23 @@ def _timed(model: Model, cluster: Cluster, plans: Iterable[Plan], constants: Eff
 
 
 def _known(
-    model: Model, cluster: Cluster, ranking: Sequence[tuple[Plan, float]], options: SearchOptions
+    model: Model,
+    cluster: Cluster,
+    ranking: Sequence[tuple[Plan, float]],
+    options: SearchOptions,
+    seconds: float = math.inf,
 ) -> Iterator[Plan]:
-    """The plans of a ranking that at least one system runs; with ``any_system``, or a target, all."""
-    all_run = options.any_system or bool(options.target)
-    return (plan for plan, _ in ranking if all_run or systems(model, cluster, plan))
+    """The plans of a ranking that a public system runs, within ``NEARLY`` of ``seconds``; with ``any_system``, or a
+    target, all. Where no public system runs any, those of ``parallel-ops train``."""
+    found = (plan for plan, time in ranking if time <= seconds * (1 + NEARLY))
+    if options.any_system or options.target:
+        return found
+    public = [system for name, system in TARGETS.items() if name != TRAINER.name]
+    run = (plan for plan in found if any(system.runs(model, cluster, plan) for system in public))
+    first = next(run, None)
+    if first is None:
+        return (plan for plan, _ in ranking if TRAINER.runs(model, cluster, plan))
+    return itertools.chain((first,), run)
 
 
 def _distinct(plans: Iterable[Plan], count: int) -> list[Plan]:
