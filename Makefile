@@ -31,7 +31,7 @@ TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 DEEPSPEED := deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 py-cpuinfo==9.0.0
 
 .PHONY: venv commands demo test test-runs test-kernels test-oldest-triton test-megatrons test-transformers \
-	test-deepspeed bench lint format docs clean
+	test-deepspeed test-arm bench lint format docs clean
 
 # All that targets need: pip installs while the extension compiles.
 venv:
@@ -111,6 +111,31 @@ test-deepspeed: venv
 	folder=$(CURDIR)/$(VENV)/deepspeed; \
 	test -d $$folder || $(PIP) --no-deps --no-build-isolation --target $$folder $(DEEPSPEED) || exit 1; \
 	$(TEST_ENV) DS_ACCELERATOR=cpu PYTHONPATH=$$folder $(PYTEST) tests/planner/test_export_parsers.py -k deepspeed
+
+# The CPU kernels for Arm: built by a cross-compiler into a program without torch, tests/support/arm/server.cpp, in which the
+# ops of the tests then run. Debian has what it needs: g++-aarch64-linux-gnu qemu-user.
+ARM := build/arm
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_CPUS := max cortex-a72
+ARM_TESTS := tests/arm tests/ops --deselect tests/ops/test_freed_memory.py::test_every_compiled_kernel_is_called
+ARM_OBJECTS := $(patsubst %.cpp,$(ARM)/%.o,$(filter csrc/cpu/%.cpp,$(SOURCES)) tests/support/arm/server.cpp)
+
+-include $(ARM_OBJECTS:.o=.d)
+
+$(ARM)/%.o: %.cpp | $(VENV)/.torch
+	@mkdir -p $(@D)
+	$(ARM_CXX) -MMD -O3 -std=c++17 -fno-math-errno -fno-trapping-math -fvisibility=hidden -Wno-psabi \
+		-Wno-attributes -DTORCH_TARGET_VERSION=0x020b000000000000 \
+		-isystem $(wildcard $(VENV)/lib/python3*/site-packages/torch/include) -c $< -o $@
+
+$(ARM)/server: $(ARM_OBJECTS)
+	$(ARM_CXX) -static $^ -o $@
+
+# With and without the instructions for bfloat16.
+test-arm: venv $(ARM)/server
+	for cpu in $(ARM_CPUS); do \
+		$(TEST_ENV) $(PYTEST) --arm "qemu-aarch64 -cpu $$cpu $(ARM)/server" $(ARM_TESTS) || exit 1; \
+	done
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
 bench: venv

@@ -40,11 +40,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--experimental", action="store_true", help="on a GPU with the kernels that are off until one has run them"
     )
+    parser.addoption(
+        "--arm", default=None, metavar="COMMAND", help="CPU kernels run in this program: see `make test-arm`"
+    )
     parser.addoption("--trials", type=int, default=None, help="random cases of each search; a small number by default")
     parser.addoption("--plans", type=int, default=None, help="random settings that are trained; a few by default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if command := config.getoption("--arm"):
+        from support import arm
+
+        server = config.stash[arm.Server.key] = arm.Server(command)
+        library = server.install()
+        config.add_cleanup(lambda: (library._destroy(), server.close()))
     if config.getoption("--experimental"):
         from parallel_ops.triton_kernels import experimental
 

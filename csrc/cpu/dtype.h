@@ -35,6 +35,9 @@ PARALLEL_OPS_INLINE float to_acc(float v) { return v; }
 PARALLEL_OPS_INLINE double to_acc(double v) { return v; }
 PARALLEL_OPS_INLINE float to_acc(BFloat16 v) { return bits_as<float>(static_cast<uint32_t>(v.x) << 16); }
 PARALLEL_OPS_INLINE float to_acc(Half v) {
+#if defined(__aarch64__) && defined(__linux__)
+  return static_cast<float>(bits_as<__fp16>(v.x));  // NEON has the instruction
+#else
   const uint32_t sign = static_cast<uint32_t>(v.x & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(v.x & 0x7fffu) << 13;
   // The exponent is biased by 112 less than fp32's. A subnormal borrows a leading one and gives it back; read as
@@ -43,6 +46,7 @@ PARALLEL_OPS_INLINE float to_acc(Half v) {
   const uint32_t finite = magnitude < 0x00800000u ? bits_as<uint32_t>(subnormal) : magnitude + 0x38000000u;
   const uint32_t bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite;
   return bits_as<float>(sign | bits);
+#endif
 }
 
 // Round to nearest, ties to even; NaN stays NaN.
@@ -121,6 +125,14 @@ void dispatch(const char* op, ScalarType dtype, const F& f) {
 #define PARALLEL_OPS_X86_64_V3 __attribute__((target("arch=x86-64-v3")))
 #else
 #define PARALLEL_OPS_MULTIVERSION
+#endif
+// NEON is in every aarch64; Neoverse V1, N2 and later (Grace among them) have products of bf16 too.
+#if defined(__aarch64__) && defined(__linux__) && defined(__GNUC__)
+#if defined(__clang__)
+#define PARALLEL_OPS_ARM_BF16 __attribute__((target("bf16")))
+#else
+#define PARALLEL_OPS_ARM_BF16 __attribute__((target("+bf16")))
+#endif
 #endif
 
 // M(T) for every element type: multiversioned functions cannot be templates, so each op lists its own.

@@ -14,6 +14,10 @@
 
 #include "../dtype.h"
 
+#if defined(PARALLEL_OPS_ARM_BF16)
+#include <sys/auxv.h>
+#endif
+
 namespace parallel_ops::cpu {
 
 // A step is a product in the arithmetic type, in vectors of kBytes; tiles of kTileRows x 2 vectors leave registers for
@@ -32,20 +36,26 @@ struct Plain {
   PARALLEL_OPS_INLINE static In join(Elem first, Elem) { return first; }
 };
 
-#if defined(PARALLEL_OPS_X86_TARGETS)
+#if defined(PARALLEL_OPS_X86_TARGETS) || defined(PARALLEL_OPS_ARM_BF16)
 // A step multiplies two bf16 and their two neighbours and adds both to an fp32 sum. No plain code compiles to that
 // instruction, which does twice the products of fp32.
+template <int kBytes>
 struct Bf16Pairs {
   using Acc = float;
   using Elem = uint16_t;
   using In = uint32_t;
-  typedef float Vector __attribute__((vector_size(64), may_alias));
-  typedef uint32_t InVector __attribute__((vector_size(64), may_alias));
-  static constexpr int64_t kPerStep = 2, kLanes = 16, kCols = 32, kRows = 8;
+  typedef float Vector __attribute__((vector_size(kBytes), may_alias));
+  typedef uint32_t InVector __attribute__((vector_size(kBytes), may_alias));
+  static constexpr int64_t kPerStep = 2, kLanes = kBytes / 4, kCols = 2 * kLanes, kRows = 8;
 
   PARALLEL_OPS_INLINE static Vector multiply_add(In a, InVector b, Vector sum) {
+#if defined(PARALLEL_OPS_ARM_BF16)
+    // As a float, so that it is loaded into the vector register that the instruction takes it from.
+    asm("bfdot %0.4s, %1.8h, %2.2h[0]" : "+w"(sum) : "w"(b), "w"(bits_as<float>(a)));
+#else
     const InVector all = a - InVector{};
     asm("vdpbf16ps %1, %2, %0" : "+v"(sum) : "v"(b), "v"(all));
+#endif
     return sum;
   }
   PARALLEL_OPS_INLINE static Elem round(float v) { return from_acc<BFloat16>(v).x; }
@@ -53,14 +63,20 @@ struct Bf16Pairs {
 };
 #endif
 
-// Every engine: M(name, target, the type). A function for one is compiled for its target.
+// Every engine: M(name, target, the type). A function for one is compiled for its target. NEON, which every aarch64
+// has, has 32 registers of 16 bytes: 16 of them for sums keep its four multipliers busy.
 #if defined(PARALLEL_OPS_X86_TARGETS)
 #define PARALLEL_OPS_FOR_EACH_ENGINE(M)                   \
   M(kFp32, , Plain<float, 16, 4>)                         \
   M(kFp64, , Plain<double, 16, 4>)                        \
   M(kFp32V3, PARALLEL_OPS_X86_64_V3, Plain<float, 32, 4>) \
   M(kFp32V4, PARALLEL_OPS_X86_64_V4, Plain<float, 64, 8>) \
-  M(kBf16V4, PARALLEL_OPS_X86_64_V4, Bf16Pairs)
+  M(kBf16, PARALLEL_OPS_X86_64_V4, Bf16Pairs<64>)
+#elif defined(PARALLEL_OPS_ARM_BF16)
+#define PARALLEL_OPS_FOR_EACH_ENGINE(M) \
+  M(kFp32, , Plain<float, 16, 8>)       \
+  M(kFp64, , Plain<double, 16, 4>)      \
+  M(kBf16, PARALLEL_OPS_ARM_BF16, Bf16Pairs<16>)
 #else
 #define PARALLEL_OPS_FOR_EACH_ENGINE(M) \
   M(kFp32, , Plain<float, 16, 4>)       \
@@ -76,9 +92,12 @@ inline Engine engine_for(ScalarType dtype) {
 #if defined(PARALLEL_OPS_X86_TARGETS)
   static const bool v4 = __builtin_cpu_supports("x86-64-v4"), v3 = __builtin_cpu_supports("x86-64-v3");
   static const bool bf16 = v4 && __builtin_cpu_supports("avx512bf16");
-  if (dtype == ScalarType::BFloat16 && bf16) return Engine::kBf16V4;
+  if (dtype == ScalarType::BFloat16 && bf16) return Engine::kBf16;
   if (v4) return Engine::kFp32V4;
   if (v3) return Engine::kFp32V3;
+#elif defined(PARALLEL_OPS_ARM_BF16)
+  static const bool bf16 = getauxval(AT_HWCAP2) & (1ul << 14);  // HWCAP2_BF16, since Linux 5.7
+  if (dtype == ScalarType::BFloat16 && bf16) return Engine::kBf16;
 #endif
   return Engine::kFp32;
 }
