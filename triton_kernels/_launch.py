@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from parallel_ops.triton_kernels import experimental
 
-_COMPARED_VERSIONS = ("3.6.", "3.7.")
+_COMPARED_VERSIONS = ("3.6.", "3.7.", "3.8.")
 # None where another was in its place already.
 _RUN = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 

@@ -27,6 +27,7 @@ class Driver:
     def __init__(self) -> None:
         self.device, self.stream = 70, 7
         self.launches: list[Launch] = []
+        self.unloaded: set[int] = set()
         self.utils, self.failure, self.functions = self, None, 0
 
     def get_current_device(self) -> int:
@@ -44,7 +45,11 @@ class Driver:
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         self.functions += 1
-        return "module", self.functions, 32, 0, 1024
+        return self.functions, self.functions, 32, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        """Since Triton 3.8, once nothing refers to the compiled kernel."""
+        self.unloaded.add(module)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         kinds = list(source.signature.values())
@@ -53,6 +58,7 @@ class Driver:
             enter, leave, *arguments = rest
             if self.failure is not None:
                 raise self.failure
+            assert function not in self.unloaded
             for hook in filter(None, (enter, leave)):
                 hook(of_launch)
             taken = [
