@@ -42,29 +42,50 @@ PARALLEL_OPS_INLINE A logits_row(A* __restrict s, KeyRange keys, ScoreRule<A> ru
   return factor;
 }
 
-template <int64_t kLanes, class A>
-PARALLEL_OPS_INLINE A max_row(const A* __restrict s, KeyRange keys) {
-  alignas(64) A lanes[kLanes];
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = kUnseen<A>;
-  for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] = s[i + l] > lanes[l] ? s[i + l] : lanes[l];
+// Sums and maxima in two vectors, written as such: as an array of lanes GCC keeps them in memory, or takes maxima one
+// by one. E is the engine of the products (product.h).
+template <class E>
+struct RowLanes {
+  using Vector = typename E::Vector;
+  Vector low, high;
+
+  PARALLEL_OPS_INLINE static RowLanes at(const typename E::Acc* s) {
+    const auto* vectors = reinterpret_cast<const Vector*>(s);
+    return {vectors[0], vectors[1]};
   }
-  return max_of_lanes<kLanes>(lanes);
+  PARALLEL_OPS_INLINE void store(typename E::Acc* to) const {
+    reinterpret_cast<Vector*>(to)[0] = low;
+    reinterpret_cast<Vector*>(to)[1] = high;
+  }
+};
+
+template <class E, class A>
+PARALLEL_OPS_INLINE A max_row(const A* __restrict s, KeyRange keys) {
+  alignas(64) A lanes[E::kCols];
+  const auto none = typename E::Vector{} + kUnseen<A>;
+  RowLanes<E> most{none, none};
+  for (int64_t i = keys.begin; i < keys.end; i += E::kCols) {
+    const auto next = RowLanes<E>::at(s + i);
+    most.low = next.low > most.low ? next.low : most.low;
+    most.high = next.high > most.high ? next.high : most.high;
+  }
+  most.store(lanes);
+  return max_of_lanes<E::kCols>(lanes);
 }
 
 // exp(factor s - shift) in place; returns the sum.
-template <int64_t kLanes, class A>
-PARALLEL_OPS_INLINE A exp_row(A* __restrict s, KeyRange keys, A factor, A shift) {
-  alignas(64) A lanes[kLanes];
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = A(0);
-  for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) {
-      const A e = exp_or_zero(s[i + l] * factor - shift);
-      s[i + l] = e;
-      lanes[l] += e;
-    }
+template <class E, class A>
+PARALLEL_OPS_INLINE A exp_row(A* s, KeyRange keys, A factor, A shift) {
+  alignas(64) A lanes[E::kCols];
+  RowLanes<E> sum{};
+  for (int64_t i = keys.begin; i < keys.end; i += E::kCols) {
+    for (int64_t l = 0; l < E::kCols; ++l) s[i + l] = exp_or_zero(s[i + l] * factor - shift);
+    const auto next = RowLanes<E>::at(s + i);
+    sum.low += next.low;
+    sum.high += next.high;
   }
-  return sum_of_lanes<kLanes>(lanes);
+  sum.store(lanes);
+  return sum_of_lanes<E::kCols>(lanes);
 }
 
 // A query of the backward: its probabilities are weight * exp(score - shift). A weight of 0: it sees no key.

@@ -40,7 +40,7 @@ class Backward {
         delta_(call.rows, 2),
         width_(call.d),
         values_(call.d_v),
-        rows_(round_up(call.chunk, kQueryBlock)),
+        rows_(round_up(call.chunk, kQueries<E>)),
         q_(call.group * rows_ * width_.row),
         do_(call.group * rows_ * values_.row),
         q_panels_(call.group * rows_ * width_.panels),
@@ -50,25 +50,25 @@ class Backward {
         k_(kKeyBlock * width_.panels),
         v_(kKeyBlock * values_.panels),
         k_panels_(kKeyBlock * width_.panels),
-        scores_(kQueryBlock * kKeyBlock),
-        ds_(kQueryBlock * kKeyBlock),
-        narrow_(E::kPerStep > 1 ? kQueryBlock * kKeyBlock : 0),
-        pairs_(E::kPerStep > 1 ? kQueryBlock * kKeyBlock : 0),
+        scores_(kQueries<E> * kKeyBlock),
+        ds_(kQueries<E> * kKeyBlock),
+        narrow_(E::kPerStep > 1 ? kQueries<E> * kKeyBlock : 0),
+        pairs_(E::kPerStep > 1 ? kQueries<E> * kKeyBlock : 0),
         kept_(kKeyBlock + 16) {}
 
   PARALLEL_OPS_INLINE void chunk(int64_t batch, int64_t kv, int64_t chunk, const KeySums<A>& sums, const Operand& dq,
                                  bool accumulate) {
     const int64_t query = chunk * call_.chunk, n = std::min(call_.chunk, call_.sq - query);
-    const int64_t q_block = kQueryBlock * width_.panels / E::kPerStep;
-    const int64_t do_block = kQueryBlock * values_.panels / E::kPerStep;
+    const int64_t q_block = kQueries<E> * width_.panels / E::kPerStep;
+    const int64_t do_block = kQueries<E> * values_.panels / E::kPerStep;
     for (int64_t g = 0; g < call_.group; ++g) {
       const int64_t head = kv * call_.group + g, row = g * rows_;
       load_rows(call_.q, batch, head, query, n, rows_, call_.d, width_.row, q_.data + row * width_.row);
       load_rows(grad_, batch, head, query, n, rows_, call_.d_v, values_.row, do_.data + row * values_.row);
-      for (int64_t i = 0; i < rows_; i += kQueryBlock) {
-        const int64_t panel = (row + i) / kQueryBlock;
-        pack_panels<E>(q_.data + (row + i) * width_.row, kQueryBlock, width_.row, q_panels_.data + panel * q_block);
-        pack_panels<E>(do_.data + (row + i) * values_.row, kQueryBlock, values_.row,
+      for (int64_t i = 0; i < rows_; i += kQueries<E>) {
+        const int64_t panel = (row + i) / kQueries<E>;
+        pack_panels<E>(q_.data + (row + i) * width_.row, kQueries<E>, width_.row, q_panels_.data + panel * q_block);
+        pack_panels<E>(do_.data + (row + i) * values_.row, kQueries<E>, values_.row,
                        do_panels_.data + panel * do_block);
       }
     }
@@ -82,11 +82,11 @@ class Backward {
       pack_transposed<E>(kv_.data, keys, call_.d, width_.row, k_.data);
       pack_panels<E>(kv_.data, kKeyBlock, width_.row, k_panels_.data);
       const KeySums<A> here{sums.k + key * width_.row, sums.v + key * values_.row};
-      for (int64_t row = 0; row < n; row += kQueryBlock) {
-        const Strips<E> strips(call_, query + row, std::min(kQueryBlock, n - row), key, keys);
+      for (int64_t row = 0; row < n; row += kQueries<E>) {
+        const Strips<E> strips(call_, query + row, std::min(kQueries<E>, n - row), key, keys);
         if (!strips.any) continue;
         for (int64_t g = 0; g < call_.group; ++g) {
-          const int64_t panel = (g * rows_ + row) / kQueryBlock;
+          const int64_t panel = (g * rows_ + row) / kQueries<E>;
           block(strips, batch, kv * call_.group + g, g * rows_ + row,
                 {q_panels_.data + panel * q_block, do_panels_.data + panel * do_block}, here);
         }
@@ -141,7 +141,7 @@ class Backward {
       add_over_keys<E>(strips, ds_.data, width_, k_panels_.data, dq);
     } else {
       In* p = pairs_.data;
-      In* ds = p + kQueryBlock / 2 * kKeyBlock;
+      In* ds = p + kQueries<E> / 2 * kKeyBlock;
       for (int64_t i = 0; i < strips.count * E::kRows; i += 2) {
         const int64_t r = i / E::kRows, from = strips.begin[r] * E::kCols, to = strips.end[r] * E::kCols;
         join_rows(scores_.data + i * kKeyBlock, static_cast<Elem*>(nullptr), p + i / 2 * kKeyBlock, from, to);

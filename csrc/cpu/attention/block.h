@@ -19,6 +19,9 @@ namespace parallel_ops::cpu {
 
 // Blocks of queries by keys whose scores stay in the second-level cache together with what makes them.
 constexpr int64_t kQueryBlock = 64, kKeyBlock = 256;
+// The queries of a block in whole tiles.
+template <class E>
+constexpr int64_t kQueries = kQueryBlock / E::kRows * E::kRows;
 // Queries, those of all heads of a key together, that share one packing of the keys; and tasks that are enough for
 // the threads of a workstation. Shapes alone decide, so that no bit depends on the number of threads.
 constexpr int64_t kTaskRows = 1024, kEnoughTasks = 16;
@@ -156,7 +159,7 @@ PARALLEL_OPS_INLINE void load_rows(const Operand& x, int64_t batch, int64_t head
 // one whose queries see no key may lie between two that see the tile.
 template <class E>
 struct Strips {
-  static constexpr int64_t kMost = kQueryBlock / E::kRows;
+  static constexpr int64_t kMost = kQueries<E> / E::kRows;
   int64_t count, tiles, rows, query, key, keys;
   int64_t begin[kMost], end[kMost];  // tiles of a strip
   bool any = false;

@@ -37,8 +37,8 @@ class Forward {
         kv_(kKeyBlock * std::max(width_.row, values_.row)),
         k_(kKeyBlock * width_.panels),
         v_(kKeyBlock * values_.panels),
-        scores_(kQueryBlock * kKeyBlock),
-        weights_(kQueryBlock * kKeyBlock),
+        scores_(kQueries<E> * kKeyBlock),
+        weights_(kQueries<E> * kKeyBlock),
         kept_(kKeyBlock + 16) {}
 
   PARALLEL_OPS_INLINE void task(int64_t task, const Operand& out, const Statistics& statistics, bool merge) {
@@ -59,8 +59,8 @@ class Forward {
       pack_transposed<E>(kv_.data, keys, call_.d, width_.row, k_.data);
       load_rows(call_.v, batch, kv, key, keys, kKeyBlock, call_.d_v, values_.row, kv_.data);
       pack_panels<E>(kv_.data, kKeyBlock, values_.row, v_.data);
-      for (int64_t row = 0; row < n; row += kQueryBlock) {
-        const Strips<E> strips(call_, query + row, std::min(kQueryBlock, n - row), key, keys);
+      for (int64_t row = 0; row < n; row += kQueries<E>) {
+        const Strips<E> strips(call_, query + row, std::min(kQueries<E>, n - row), key, keys);
         if (!strips.any) continue;
         for (int64_t g = 0; g < call_.group; ++g) block(strips, batch, kv * call_.group + g, g * rows_ + row);
       }
@@ -81,10 +81,10 @@ class Forward {
       if (keys.begin == keys.end) continue;
       A* s = scores_.data + i * kKeyBlock;
       const A factor = logits_row(s, keys, rule);
-      const A old = max_.data[row + i], largest = max_row<E::kCols>(s, keys) * factor;
+      const A old = max_.data[row + i], largest = max_row<E>(s, keys) * factor;
       const A max = largest > old ? largest : old;
       const A shift = max == kUnseen<A> ? A(0) : max;
-      const A sum = exp_row<E::kCols>(s, keys, factor, shift);
+      const A sum = exp_row<E>(s, keys, factor, shift);
       const A shrink = exp_or_zero(old - shift);
       if (shrink != A(1)) {
         A* o = o_.data + (row + i) * values_.row;

@@ -48,7 +48,7 @@ PARALLEL_OPS_INLINE void add_over_keys(const Strips<E>& strips, const typename E
 template <class E>
 PARALLEL_OPS_INLINE void add_over_queries(const Strips<E>& strips, const typename E::In* weights,
                                           const Widths<E>& width, const typename E::In* panels, typename E::Acc* to) {
-  constexpr int64_t kSteps = kQueryBlock / E::kPerStep, kStripSteps = E::kRows / E::kPerStep;
+  constexpr int64_t kSteps = kQueries<E> / E::kPerStep, kStripSteps = E::kRows / E::kPerStep;
   for (int64_t col = 0; col < width.row; col += E::kCols, panels += kSteps * E::kCols) {
     for (int64_t t = 0; t < strips.tiles; ++t) {
       for (int64_t r = 0; r < strips.count; ++r) {
@@ -56,9 +56,9 @@ PARALLEL_OPS_INLINE void add_over_queries(const Strips<E>& strips, const typenam
         const int64_t begin = r * kStripSteps;
         while (r + 1 < strips.count && strips.computes(r + 1, t)) ++r;
         const int64_t steps = (r + 1) * kStripSteps - begin;
-        for (int64_t key = t * E::kCols; key < std::min((t + 1) * E::kCols, strips.keys); key += E::kRows) {
-          product<E, true>(weights + begin * kKeyBlock + key, 1, kKeyBlock, panels + begin * E::kCols, steps,
-                           to + key * width.row + col, width.row, width.row - col);
+        for (int64_t key = t * E::kCols; key < std::min((t + 1) * E::kCols, strips.keys); key += E::kKeyRows) {
+          product<E, true, E::kKeyRows>(weights + begin * kKeyBlock + key, 1, kKeyBlock, panels + begin * E::kCols,
+                                        steps, to + key * width.row + col, width.row, width.row - col);
         }
       }
     }
