@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "packed_documents.py"
 
 @pytest.mark.runs
 def test_it_trains_alike_in_every_layout():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(EXAMPLE)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(EXAMPLE)]
     options = ["--length", "2048", "--steps", "3", "--layout", "balanced", "zigzag", "contiguous", "striped"]
     done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=600, check=True)
     found = re.findall(r"^(\w+) +(\d\.\d+ to \d\.\d+) +(\d+\.\d+)", done.stdout, re.MULTILINE)
