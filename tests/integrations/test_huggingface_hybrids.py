@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from parallel_ops.integrations import huggingface
+from parallel_ops.integrations.huggingface._attention import _is_band as is_band
 from support.integrations.huggingface_hybrids import HYBRIDS, SENSITIVE, hybrid_of, table
 from support.integrations.huggingface_models import batch
 
@@ -42,6 +43,32 @@ def test_logits_losses_gradients_and_tokens_are_those_of_stock(family):
             logits = step(model, **case, skip_logits=False)[0].logits
             assert (logits - stock.logits).norm() < tolerance * stock.logits.norm()
         assert torch.equal(model.eval().generate(prompts, **options), tokens)
+
+
+@pytest.mark.parametrize("family", [name for name in ("gpt_oss", "mimo_v2_flash") if name in HYBRIDS])
+def test_attention_with_sinks_is_replaced_where_nobody_reads_its_weights(family):
+    model, inputs = hybrid_of(family), {"input_ids": batch()["input_ids"]}
+    stock = model(**inputs, output_attentions=True)
+    handle = huggingface.apply(model)
+    step(model, **batch())
+    assert "flash_attention" in repr(handle) and "unused" not in repr(handle)
+    ours = model(**inputs, output_attentions=True)
+    for got, want in zip(ours.attentions, stock.attentions, strict=True):
+        torch.testing.assert_close(got, want)
+    assert "flash_attention: it had to return its weights" in repr(handle)
+    step(model, **batch(padded=True))
+    assert "flash_attention: it got a mask" in repr(handle)
+
+
+def test_masks_of_attention_with_sinks():
+    """Kept with the mask until somebody writes into it."""
+    rows = torch.arange(6)
+    band = (rows[:, None] >= rows) & (rows[:, None] - rows < 3)
+    mask = torch.zeros(2, 1, 6, 6).masked_fill_(~band, torch.finfo(torch.float32).min)
+    assert is_band(mask, 6, 3) and is_band(mask, 6, 3) and is_band(mask[:1], 6, 3)
+    assert not is_band(mask, 6, None) and not is_band(mask, 6, 2) and not is_band(mask, 5, 3)
+    mask[1, 0, 4, 3] = -1.0
+    assert not is_band(mask, 6, 3) and is_band(mask[:1], 6, 3) and not is_band(band[None, None], 6, 3)
 
 
 @pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the table is that of Transformers 5.23.0")

@@ -1,10 +1,12 @@
 """Rotary positions and core attention, with the signatures of Transformers."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,14 +21,20 @@ PAIRS = ("half", "interleaved_by_half_tables", "interleaved", "half_by_single_ta
 _SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
 
 
-def attention(stock: type[nn.Module], pairs: str | None, core: bool) -> dict[str, Any]:
-    """The stock forward, calling this package for the rotary positions, by ``pairs``, the core attention, or both."""
+def attention(stock: type[nn.Module], pairs: str | None, core: str | None) -> dict[str, Any]:
+    """The stock forward, calling this package for the rotary positions, by ``pairs``, the core attention, or both.
+
+    Args:
+        core: "sdpa", or "eager" for attention with sinks; ``None`` for stock's.
+    """
     forward: Any = inspect.unwrap(stock.forward)
     home = sys.modules[forward.__module__]
     expected = {name: home.__dict__[name] for name in forward.__code__.co_names if name in home.__dict__}
     names: dict[str, Any] = {"apply_rotary_pos_emb": _rotation(home.apply_rotary_pos_emb, pairs)} if pairs else {}
-    if core:
+    if core == "sdpa":
         names["ALL_ATTENTION_FUNCTIONS"] = _Functions(ALL_ATTENTION_FUNCTIONS)
+    elif core == "eager":
+        names["eager_attention_forward"] = with_sinks(home.eager_attention_forward)
     given = tuple(expected.items())
 
     def changed(module: Any) -> str | None:
@@ -37,7 +45,7 @@ def attention(stock: type[nn.Module], pairs: str | None, core: bool) -> dict[str
         return None
 
     def kept(module: Any) -> dict[str, str]:
-        reason = obstacle(module.config._attn_implementation) if core else None
+        reason = obstacle(module.config._attn_implementation, core) if core else None
         return {} if reason is None else {"flash_attention": reason}
 
     return {"forward": with_globals(stock.forward, **names), "changed": changed, "kept": kept}
@@ -57,12 +65,12 @@ def tables(stock: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def obstacle(implementation: str) -> str | None:
+def obstacle(implementation: str, replaced: str = "sdpa") -> str | None:
     """Why the core attention of a model that is set to ``implementation`` is kept."""
-    if implementation != "sdpa":
-        return f"the model is set to {implementation!r} attention; only 'sdpa' is replaced"
+    if implementation != replaced:
+        return f"the model is set to {implementation!r} attention; only {replaced!r} is replaced"
     functions: Any = ALL_ATTENTION_FUNCTIONS
-    return None if is_own(functions["sdpa"]) else "'sdpa' attention has been registered anew"
+    return None if replaced == "eager" or is_own(functions["sdpa"]) else "'sdpa' attention has been registered anew"
 
 
 class _Functions:
@@ -104,6 +112,55 @@ def with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
 
     return forward
+
+
+@functools.cache
+def with_sinks(eager: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+        dropout: float = 0.0, **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """As ``with_core`` has it, with ``module.sinks`` ``[h]`` or ``None``, and within a sliding window."""
+        window = options.get("sliding_window")
+        attentions = options.get("output_attentions", getattr(module.config, "output_attentions", False))
+        served = query.device.type == "cpu" and query.shape[2] == key.shape[2] > 1 and not is_compiling()
+        if (
+            served
+            and not attentions
+            and attention_mask is not None
+            and _is_band(attention_mask, query.shape[2], window)
+        ):
+            out = flash_attention(
+                query, key, value, softmax_scale=scaling, dropout_p=dropout, sink=module.sinks,
+                window_size=None if window is None else (window - 1, 0), tensor_format="bhsd",
+            )  # fmt: skip
+            return out.transpose(1, 2), None
+        if module.training and query.device.type == "cpu":
+            went_to_stock(module, "flash_attention", "got a mask" if not attentions else "had to return its weights")
+        found: tuple[Tensor, Tensor | None] = eager(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
+        )
+        return found
+
+    return forward
+
+
+def _is_band(mask: Tensor, length: int, window: int | None) -> bool:
+    """Whether an additive mask is causal, within a window if there is one, and nothing else.
+
+    The layers of a model share their masks, so that the result is kept with the mask.
+    """
+    if not mask.is_floating_point():
+        return False
+    key = (length, window, mask._version)
+    if getattr(mask, "_parallel_ops_band", (None,))[0] != key:
+        rows = torch.arange(length, device=mask.device)
+        distance = rows[:, None] - rows
+        seen = (distance >= 0) & (distance < (length if window is None else window))
+        band = torch.zeros((), dtype=mask.dtype).masked_fill(~seen, torch.finfo(mask.dtype).min)
+        same = mask.shape[-2:] == band.shape and torch.equal(mask, band.expand_as(mask))
+        mask._parallel_ops_band = key, same  # type: ignore[attr-defined]
+    return bool(mask._parallel_ops_band[1])  # type: ignore[attr-defined]
 
 
 def _rotation(stock: Callable[..., Any], pairs: str) -> Callable[..., Any]:

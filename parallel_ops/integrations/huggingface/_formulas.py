@@ -240,6 +240,31 @@ def core(sdpa: Callable[..., Any]) -> Verdict:
     return tried(None, sdpa, {"causal": _attention.with_core(sdpa)}, heads)
 
 
+def sinks(eager: Callable[..., Any]) -> Verdict:
+    """Attention with sinks, causal and within a window."""
+
+    def heads(draw: Draw) -> tuple[Any, ...]:
+        window, rows = 3 if draw.training else None, torch.arange(6)
+        distance = rows[:, None] - rows
+        seen = (distance >= 0) & (distance < (window or 6))
+        mask = draw.constant(1, 1, 6, 6).zero_().masked_fill_(~seen, torch.finfo(torch.float64).min)
+        module = SimpleNamespace(sinks=draw(4), num_key_value_groups=2, training=draw.training, config=None)
+        return module, draw(2, 4, 6, 8), draw(2, 2, 6, 8), draw(2, 2, 6, 4), mask, 0.3, window
+
+    return tried(None, _result(eager), {"sinks": _result(_attention.with_sinks(eager))}, heads)
+
+
+@functools.cache
+def _result(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """``attention`` without the weights that it may return, and with its window as last argument."""
+
+    @functools.wraps(attention)
+    def first(*given: Any) -> Any:
+        return attention(*given[:-1], sliding_window=given[-1])[0]
+
+    return first
+
+
 def tables(module: Any) -> str | None:
     """How the tables of a rotary embedding lie: "half", "interleaved" or "single"; ``None`` if that depends."""
     forward = type(module).forward

@@ -161,7 +161,7 @@ def attention(
     if hasattr(stock.forward, "__wrapped__") and not is_own(stock.forward):
         reason = reason or f"something has wrapped the forward of {stock.__name__}, of which a copy would be called"
     pairs: str | None = None
-    core = False
+    core: str | None = None
     rotations = [n for n in inspect.unwrap(stock.forward).__code__.co_names if n.endswith("rotary_pos_emb")]
     if "rotary" in ops and rotations:
         pairs, why = _rotation(stock, rotations[0], layouts)
@@ -169,15 +169,20 @@ def attention(
             pairs = None
             yield Skipped(name, module, "rotary_embedding_qk", reason or why or "")
     if "attention" in ops and uses(stock.forward, "ALL_ATTENTION_FUNCTIONS"):
-        why = _attention.obstacle(config._attn_implementation)
+        sinks = hasattr(module, "sinks") and uses(stock.forward, "eager_attention_forward")
+        kind = "eager" if sinks else "sdpa"  # which Transformers takes for models with sinks
+        why = _attention.obstacle(config._attn_implementation, kind)
         if getattr(module, "attn_logit_softcapping", None) is not None:
             why = why or "its scores are softly capped, which only 'eager' attention does"
-        why = why or _formulas.core(ALL_ATTENTION_FUNCTIONS["sdpa"])[1]
-        core = not (reason or why)
-        if not core:
+        if sinks:
+            why = why or _formulas.sinks(inspect.unwrap(stock.forward).__globals__["eager_attention_forward"])[1]
+        else:
+            why = why or _formulas.core(ALL_ATTENTION_FUNCTIONS["sdpa"])[1]
+        core = None if reason or why else kind
+        if core is None:
             yield Skipped(name, module, "flash_attention", reason or why or "")
     if pairs or core:
-        replaced = ("rotary_embedding_qk",) * bool(pairs) + ("flash_attention",) * core
+        replaced = ("rotary_embedding_qk",) * bool(pairs) + ("flash_attention",) * bool(core)
         yield _swap(name, module, replaced, _attention.attention, pairs, core)
 
 
