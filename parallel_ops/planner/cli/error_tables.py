@@ -82,7 +82,8 @@ def errors(report: Report) -> list[Table]:
                 out.add_column(name, justify="right", no_wrap=True, width=8 if name == "error" else 9)
         quantity = f"{row.quantity}, {row.unit}" if row.unit else row.quantity
         figures = f"{row.published:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
-        parts[title].add_row(row.name, quantity, *figures, row.role)
+        of = ", ".join(f"{name} {value:.2f}" for name, value in row.parts.items() if value)
+        parts[title].add_row(f"{row.name}: {of}" if of else row.name, quantity, *figures, row.role)
     return list(parts.values())
 
 

@@ -1,6 +1,7 @@
 """The error table of published rows."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # Measured by the authors; computed by them from a formula or from other figures; or measured and used for the fit.
 ROLES = ("held out", "computed", "fitted")
@@ -16,6 +17,8 @@ class Row:
         published, predicted: in ``unit``.
         role: ``"held out"`` (measured, not used for the fit), ``"fitted"`` (measured and used) or ``"computed"`` (by
             the authors, from a formula).
+        parts: of a predicted memory: parameters, gradients, optimizer, activations, logits, buffers, ``runtime`` where
+            it is measured too.
     """
 
     source: str
@@ -26,6 +29,7 @@ class Row:
     published: float
     predicted: float
     role: str
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def error(self) -> float:

@@ -28,7 +28,7 @@ from parallel_ops.planner.results import GIB
 from parallel_ops.planner.validation import Report, validate
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.refits import without_own_table
-from parallel_ops.planner.validation.validate import PROMISES
+from parallel_ops.planner.validation.validate import PROMISES, memory_rows
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "planner.md"
 # Schedules that users have at hand; without those that the search of a large cluster would only be slower for.
@@ -189,6 +189,16 @@ def validation() -> str:
     return table("table|quantity|rows|of these fitted|mean error|bias|largest|mean promised", rows)
 
 
+def memory_parts() -> str:
+    """The parts of the memory of SimuMax's runs, beside the measured one."""
+    rows = []
+    for row in memory_rows():
+        if row.table.startswith("SimuMax"):
+            figures = f"{row.published:.2f}", f"{row.predicted:.2f}", f"{row.error:+.1%}"
+            rows.append([row.name.partition(", ")[2], *figures, *(f"{value:.2f}" for value in row.parts.values())])
+    return table(f"run|measured|estimate|error|{'|'.join(row.parts)}", rows)
+
+
 def trust() -> str:
     """The errors of step times by software and GPU, of fits with and without each row's table, and the bands."""
     found: dict[tuple[str, str], list[tuple[Measurement, float]]] = {}
@@ -290,6 +300,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "software": software,
     "validation": validation,
     "trust": trust,
+    "memory-parts": memory_parts,
     "long-context": long_context,
 }
 
