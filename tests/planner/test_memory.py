@@ -339,3 +339,20 @@ def test_activations_are_offloaded_without_the_optimizer():
     assert steps["none"].step < steps["activations"].step
     few = SearchOptions(offload=("activations",), recompute=("none",), zero=(3,), tp=(1,), pp=(1,), any_system=True)
     assert search(LLAMA, presets.cluster("h100x64"), batch=64, options=few).best.plan.offload == "activations"
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_megatrons_output_embedding_has_a_gradient_that_autograd_gets(tp):
+    """One of 16 bits; torch's own gradient is the accumulated one, and a fused loss makes none for autograd."""
+    model = presets.model("llama3-8b")
+    megatron, torch = (memory(model, Plan(tp=tp, fsdp=fsdp))[0] for fsdp in (False, True))
+    assert megatron.logits - torch.logits == 2 * model.hidden_size * model.vocab_size / tp
+    fused = [memory(model, Plan(tp=tp, fsdp=fsdp, fused_loss=True))[0].logits for fsdp in (False, True)]
+    assert fused[0] == fused[1]
+
+
+def test_dispatched_tokens_are_gone_when_the_loss_is_at_its_peak():
+    model = replace(presets.model("mixtral-8x7b"), vocab_size=2**20)
+    plan = Plan(dp=8, global_batch=8, zero=1)
+    alone, spread = (PlanMemory(model, replace(plan, ep=ep)).stage(0) for ep in (1, 8))
+    assert (spread.activations, spread.buffers) == (alone.activations, alone.buffers)

@@ -30,7 +30,7 @@ def test_the_table_of_the_document_is_up_to_date():
 
 def test_every_promise_holds(report):
     assert [promise for promise in report.promises if not promise.met] == []
-    assert len(report.promises) == 59
+    assert len(report.promises) == 61
 
 
 def test_every_table_of_step_times_has_a_promise(report):
@@ -80,6 +80,7 @@ def test_measured_memory_is_never_far_below(report):
     assert mean_error(measured) < 0.08
     assert min(row.error for row in measured) > -0.06
     assert largest_error(measured) < 0.20
+    assert all(sum(row.parts.values()) == pytest.approx(row.predicted) for row in measured)
 
 
 def test_the_figures_of_the_readme_are_those_of_the_report(report):

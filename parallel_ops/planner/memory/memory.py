@@ -215,6 +215,10 @@ class PlanMemory:
                 logits += (
                     2 * width * tokens * model.hidden_size
                 )  # the gathered input, and its gradient before it is reduced
+            if not (_autograd_owns_gradients(model, plan) or plan.fused_loss):
+                # The gradient that autograd gets in place of the one in Megatron-LM's buffer
+                # (megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+                logits += width * model.hidden_size * model.vocab_size / plan.tp
         if plan.zero == 3 and group_size(plan, "dp") > 1:
             buffers = _gathered_ends(model, plan, stage)
         sharded = sharded_states(plan)
@@ -271,11 +275,17 @@ def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
     return width * sum(ends) + gradient * max(ends, default=0)
 
 
+def _autograd_owns_gradients(model: Model, plan: Plan) -> bool:
+    """False if products add weight gradients to a buffer of the optimizer, as Megatron-LM's do. Under LoRA, weights of
+    the model have none."""
+    return plan.fsdp or plan.gather_parameters or plan.zero > 1 or bool(model.lora_rank)
+
+
 def _dummy_gradients(model: Model, plan: Plan) -> float:
     """Bytes of the weight gradients that Transformer Engine hands to autograd, one a shape for the whole process, where
     the GEMM adds the real one to Megatron-LM's buffer (transformer_engine/pytorch/module/base.py, ``get_dummy_wgrad``:
     linears since 2.3, grouped ones since 2.10)."""
-    if plan.fsdp or plan.gather_parameters or plan.zero > 1 or model.lora_rank:
+    if _autograd_owns_gradients(model, plan):
         return 0.0
     sparse = model.sparse_layers
     kinds = [*[False] * (sparse < model.num_layers), *[True] * (sparse > 0)]
@@ -312,6 +322,8 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     total += 2 * message  # gradients of the input and of the output
     if plan.tp > 1 and plan.sequence_parallel:
         total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
+    if plan.ep > 1:
+        total += 2 * message * model.experts_per_token / plan.tp  # dispatched and combined tokens
     return total
 
 
@@ -325,14 +337,11 @@ def _largest_parameter(model: Model, plan: Plan) -> float:
 
 
 def _buffers(model: Model, plan: Plan, tokens: float) -> float:
-    """Buffers of context and expert parallelism, and of Transformer Engine."""
+    """Buffers of context parallelism and of Transformer Engine."""
     width, total = element_bytes(plan), _dummy_gradients(model, plan)
     if plan.cp > 1 and plan.cp_kind == "ring":
         # Keys and values that are being received, and their gradients.
         total += 4 * width * tokens * model.key_value_width / plan.tp
-    if plan.ep > 1:
-        # Dispatched and combined tokens.
-        total += 2 * width * tokens * model.hidden_size * model.experts_per_token / plan.tp
     return total
 
 
