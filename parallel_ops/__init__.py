@@ -100,8 +100,8 @@ __all__ = [
 # Rooms of the names above, searched in this order: a room comes after those that it imports anyway.
 _HOMES = ("ops", "comm", "tensor_parallel", "context_parallel", "triton_kernels.experimental")
 _ROOMS = {
-    "comm", "context_parallel", "expert_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel",
-    "planner", "tensor_parallel", "tokenization", "train",
+    "comm", "context_parallel", "doctor", "expert_parallel", "integrations", "layers", "models", "ops",
+    "pipeline_parallel", "planner", "tensor_parallel", "tokenization", "train",
 }  # fmt: skip
 
 
