@@ -129,6 +129,27 @@ def test_sensitivity_tries_each_constant(large):
     assert found["interference"].seconds >= 0
 
 
+def test_gains_are_estimates_with_more_of_one_resource(large):
+    found = large[0]
+    gains = {gain.resource: gain for gain in found.gains}
+    assert set(gains) - {"memory"} == {"flops", "bandwidth", "intra", "inter", "gpus"}
+    assert [gain.seconds for gain in found.gains[:-1]] == sorted(gain.seconds for gain in found.gains[:-1])
+    for name in ("intra", "inter"):
+        link = getattr(A100, name)
+        quick = replace(A100, **{name: replace(link, bandwidth=link.bandwidth + gains[name].more)})
+        assert gains[name].plan == found.best.plan
+        assert found.best.step > gains[name].seconds == pytest.approx(estimate(GPT3, quick, found.best.plan).step)
+    gpus = gains["gpus"]
+    wider = estimate(GPT3, replace(A100, gpus=1024 + gpus.more), gpus.plan)
+    assert found.best.step > gpus.seconds == pytest.approx(wider.step)
+    assert wider.peak_memory.total < A100.gpu.memory
+
+
+def test_gains_without_links_or_a_batch_to_divide():
+    one = search(presets.model("qwen3-0.6b"), presets.cluster("h100x1"), batch=1, options=FEW)
+    assert [gain.resource for gain in one.gains] == ["flops", "bandwidth"]
+
+
 def test_where_nothing_fits_it_says_what_would():
     cluster = presets.cluster("rtx3090x8")
     found = search(GPT3, cluster, batch=64, options=FEW)
@@ -250,6 +271,8 @@ def test_near_misses_say_what_they_lack():
     assert found.misses[0].excess == pytest.approx(0.02 * needs)
     assert found.misses[0].seconds == pytest.approx(best.step)
     assert best.step < 0.9 * found.best.step
+    memory_gain = next(gain for gain in found.gains if gain.resource == "memory")
+    assert (memory_gain.more, memory_gain.seconds) == (found.misses[0].excess, found.misses[0].seconds)
     assert f"{0.02 * needs / 2**30:.1f} too much" in found.misses[0].reason
     much = search(LLAMA, replace(cluster, gpu=replace(cluster.gpu, memory=needs * 0.8)), batch=64, options=options)
     assert not much.misses

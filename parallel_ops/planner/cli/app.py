@@ -131,6 +131,8 @@ def plan_command(
         console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
+    console.print(tables.gains(result))
+    console.print()
     if result.misses:
         console.print(tables.misses(result))
         console.print()

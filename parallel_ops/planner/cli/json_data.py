@@ -48,6 +48,10 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
             {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
             for miss in result.misses
         ],
+        "gains": [
+            {"resource": gain.resource, "more": gain.more, "plan": dataclasses.asdict(gain.plan), "step": gain.seconds}
+            for gain in result.gains
+        ],
         "rejected": [
             {
                 "kind": kind,

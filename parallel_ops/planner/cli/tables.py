@@ -116,6 +116,31 @@ def misses(result: SearchResult, count: int = 3) -> Table:
     return out
 
 
+# Name and unit of a resource (``Gain``), what its figure is divided by, and decimals.
+RESOURCES = {
+    "memory": ("memory of a GPU", "GiB", GIB, 1),
+    "flops": ("FLOP/s of a GPU", "TFLOP/s", 1e12, 0),
+    "bandwidth": ("bandwidth of a GPU's memory", "GB/s", 1e9, 0),
+    "intra": ("link inside a node, or a torus", "Gb/s", 1e9 / 8, 0),
+    "inter": ("link between nodes", "Gb/s", 1e9 / 8, 0),
+    "gpus": ("GPUs", "", 1, 0),
+}
+
+
+def gains(result: SearchResult) -> Table:
+    """The step with more of one resource, see ``SearchResult.gains``."""
+    out = new_table("What more would change, the binding constraint first")
+    for name in ("more", "", "step", "time"):
+        out.add_column(name, justify="left" if name == "more" else "right", no_wrap=True)
+    out.add_column("plan", ratio=1)
+    for gain in result.gains:
+        label, unit, size, digits = RESOURCES[gain.resource]
+        more, plan = f"+{gain.more / size:,.{digits}f} {unit}".rstrip(), gain.plan.describe()
+        change = f"{gain.seconds / result.best.step - 1:+.1%}"
+        out.add_row(label, more, seconds(gain.seconds), change, "the first" if gain.plan == result.best.plan else plan)
+    return out
+
+
 def rejections(result: SearchResult) -> Table:
     """Reasons for rejections, each with an example: for memory, the plan with the least excess."""
     out = new_table("Plans that cannot run")

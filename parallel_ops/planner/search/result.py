@@ -116,6 +116,23 @@ class NearMiss(NamedTuple):
     seconds: float
 
 
+class Gain(NamedTuple):
+    """The step with ``more`` of one resource.
+
+    Attributes:
+        resource: ``"memory"`` of a GPU in bytes; ``"flops"``, ``"bandwidth"`` (of its memory), ``"intra"`` and
+            ``"inter"`` (links) in FLOP/s or bytes/s a GPU; ``"gpus"``.
+        more: the addition.
+        plan, seconds: the first plan, with more memory the fastest near miss, with more GPUs on further data-parallel
+            ranks; its time of a step.
+    """
+
+    resource: str
+    more: float
+    plan: Plan
+    seconds: float
+
+
 def family(plan: Plan) -> tuple[object, ...]:
     """A key that near-twins share: plans that differ only in ZeRO 1 or 2 (or, with one rank to shard over, in any ZeRO
     stage), or in how the tokens of a rank are split (micro-batches of two sequences on two context-parallel ranks, or
@@ -171,6 +188,8 @@ class SearchResult:
         misses: rejected plans that are faster than the best and need little more memory, the least excess first.
         own: the fastest plan that ``parallel-ops train`` alone runs, if it is faster than the first; else ``None``.
         plain: the fastest plan of data parallelism and ZeRO alone, if one fits and the first divides the model.
+        gains: the step with more of one resource, the one that shortens it most first: the binding constraint. More
+            GPUs come last.
         smallest: if no plan runs, the fewest GPUs of this kind that suffice; 0 if none do, or if a plan runs.
     """
 
@@ -181,6 +200,7 @@ class SearchResult:
     sensitivity: tuple[Sensitivity, ...] = ()
     ranking: tuple[tuple[Plan, float], ...] = ()
     misses: tuple[NearMiss, ...] = ()
+    gains: tuple[Gain, ...] = ()
     own: Estimate | None = None
     plain: Estimate | None = None
     smallest: int = 0

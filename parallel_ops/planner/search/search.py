@@ -31,7 +31,7 @@ from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.search.candidates import Candidates
 from parallel_ops.planner.search.options import SearchOptions, default_options, dispatched, within_target
 from parallel_ops.planner.search.result import NearMiss, Rejections, SearchResult, family, features
-from parallel_ops.planner.search.sensitivity import sensitivity
+from parallel_ops.planner.search.sensitivity import gains, sensitivity
 from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import StepTime, step_seconds
 
@@ -100,13 +100,15 @@ def search(
     if plans:
         first = _simplest(plans, _known(model, cluster, ranking, options, seconds=plans[0].step), estimated)
         plans = [first, *(found for found in plans if found.plan != first.plan)]
+    misses = _nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf))
     return SearchResult(
         model=model,
         cluster=cluster,
         plans=tuple(plans),
         ranking=ranking,
         rejected=rejected,
-        misses=_nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf)),
+        misses=misses,
+        gains=gains(model, cluster, plans[0].plan, constants, misses) if plans else (),
         sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
         **(_beside(model, cluster, ranking, plans[0], options, estimated) if plans else {}),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),

@@ -1,17 +1,20 @@
-"""Sensitivity of the choice of a plan to the constants of ``Efficiency``."""
+"""Sensitivity of the choice of a plan to the constants of ``Efficiency``, and of its time to the cluster."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.cluster import PEAKS, Cluster
 from parallel_ops.planner.compute.efficiency import CONSTANTS, RATES, Efficiency
+from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.precision import FORMATS
-from parallel_ops.planner.search.result import Sensitivity
-from parallel_ops.planner.step import step_seconds
+from parallel_ops.planner.precision import FORMATS, peak_name
+from parallel_ops.planner.search.result import Gain, NearMiss, Sensitivity
+from parallel_ops.planner.step import StepTime, step_seconds
 
-# Relative change of a constant.
+# Relative change of a constant, or of a rate of the cluster.
 CHANGE = 0.2
 
 
@@ -57,3 +60,58 @@ def sensitivity(
             )
         )
     return tuple(sorted(found, key=lambda s: (not s.changes, -abs(s.seconds))))
+
+
+def gains(
+    model: Model, cluster: Cluster, plan: Plan, constants: Efficiency, misses: Sequence[NearMiss]
+) -> tuple[Gain, ...]:
+    """``SearchResult.gains`` of the first ``plan``: rates are 20 % higher, memory suffices for the fastest of
+    ``misses``, and GPUs are the fewest more that divide the batch."""
+    gpu, found = cluster.gpu, []
+    faster = {
+        "flops": (getattr(gpu, peak_name(plan.dtype)), _with_gpu(cluster, PEAKS)),
+        "bandwidth": (gpu.bandwidth, _with_gpu(cluster, ("bandwidth",))),
+    }
+    for name in ("intra", "inter"):
+        link = getattr(cluster, name)
+        if cluster.gpus > (
+            1 if name == "intra" else cluster.gpus_per_node if cluster.topology != "torus" else math.inf
+        ):
+            quick = replace(link, bandwidth=link.bandwidth * (1 + CHANGE))
+            faster[name] = link.bandwidth, replace(cluster, **{name: quick})
+    for name, (rate, machine) in faster.items():
+        found.append(Gain(name, rate * CHANGE, plan, StepTime(model, machine, plan, constants).simulated_seconds()))
+    if misses:
+        miss = min(misses, key=lambda each: each.seconds)
+        found.append(Gain("memory", miss.excess, miss.plan, miss.seconds))
+    found.sort(key=lambda gain: gain.seconds)
+    for more, wider in _wider(model, cluster, plan):
+        found.append(
+            Gain("gpus", more.gpus - cluster.gpus, wider, StepTime(model, more, wider, constants).simulated_seconds())
+        )
+        break
+    return tuple(found)
+
+
+def _with_gpu(cluster: Cluster, rates: Sequence[str]) -> Cluster:
+    """The cluster with higher ``rates`` of its GPUs."""
+    kinds = {
+        gpu: replace(gpu, **{name: getattr(gpu, name) * (1 + CHANGE) for name in rates})
+        for gpu in (cluster.gpu, *(part.gpu for part in cluster.parts))
+    }
+    parts = tuple(replace(part, gpu=kinds[part.gpu]) for part in cluster.parts)
+    return replace(cluster, gpu=kinds[cluster.gpu], parts=parts)
+
+
+def _wider(model: Model, cluster: Cluster, plan: Plan) -> Iterator[tuple[Cluster, Plan]]:
+    """Larger clusters of one kind of GPU and ``plan`` with more data-parallel ranks of as many GPUs each."""
+    step = plan.dp_shard if plan.dp_replicate > 1 else 1
+    for dp in range(plan.dp + step, plan.global_batch + 1, step):
+        if cluster.parts or plan.global_batch % (dp * plan.micro_batch):
+            continue
+        with suppress(ValueError):  # sizes that do not divide
+            replicas = dp // plan.dp_shard if plan.dp_replicate > 1 else 1
+            wider = replace(plan, dp=dp, dp_replicate=replicas)
+            more = replace(cluster, gpus=wider.gpus)
+            if not (problem(model, more, wider) or quick_memory_problem(model, more, wider)):
+                yield more, wider

@@ -93,6 +93,8 @@ class TestPlan:
                 and entry["plan"]["dp"] >= 1
                 and (entry["excess"] > 0) == entry["kind"].startswith("memory")
             )
+        assert {"flops", "bandwidth", "intra", "inter", "gpus"} <= {entry["resource"] for entry in data["gains"]}
+        assert all(entry["more"] > 0 < entry["step"] for entry in data["gains"])
         assert all({"constant", "seconds"} <= set(entry) for entry in data["sensitivity"])
 
     def test_no_plan_fits(self, run):
