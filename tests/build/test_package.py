@@ -46,7 +46,7 @@ assert 'torch' not in sys.modules
 assert {'bias_gelu', 'ops', 'planner', 'vocab_parallel_cross_entropy'} <= set(dir(parallel_ops))
 assert not hasattr(parallel_ops, 'no_such_op') and 'torch' not in sys.modules
 from parallel_ops import *
-assert bias_gelu is parallel_ops.ops.activations.bias_gelu and 'torch' in sys.modules
+assert bias_gelu is parallel_ops.ops.bias_gelu and 'torch' in sys.modules
 import torch
 print(torch.ops.parallel_ops.bias_gelu(torch.zeros(1, 2), None, True).tolist())
 """

@@ -7,7 +7,7 @@ same tensor, so results made of it are kept as long as it lives and holds the sa
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -45,10 +45,10 @@ def once(source: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     return results[key]  # type: ignore[return-value]
 
 
-def _forget(key: int, dead: "weakref.ref[Tensor]") -> None:
-    found = _made.get(key)
+def _forget(key: int, dead: "weakref.ref[Tensor]", made: dict[int, Any] = _made) -> None:
+    found = made.get(key)  # as an argument: an interpreter that ends clears the names of modules
     if found is not None and found[0] is dead:
-        del _made[key]
+        del made[key]
 
 
 def on_host(t: Tensor) -> Tensor:
