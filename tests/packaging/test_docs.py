@@ -46,7 +46,7 @@ def test_every_public_package_has_a_reference_page():
     public = [
         path.parent.relative_to(ROOT)
         for path in ROOT.glob("parallel_ops/**/__init__.py")
-        if "__all__ = [" in path.read_text() and path.parent.name != "parallel_ops"
+        if re.search(r"__all__ = \[|import (\w+) as \1\b", path.read_text()) and path.parent.name != "parallel_ops"
     ]
     rooms = {".".join(path.parts) for path in public if len(path.parts) == 2 or path.parts[1] == "integrations"}
     pages = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
@@ -59,7 +59,7 @@ def test_the_reference_names_what_is_public(hook):
     from parallel_ops import ops
 
     names = hook.public_names("parallel_ops.ops")
-    assert list(names) == ops.__all__
+    assert {"bias_gelu", "bias_gelu_reference", "Routing"} < set(names) and all(hasattr(ops, name) for name in names)
     assert names["bias_gelu"] == f"{ops.bias_gelu.__module__}.bias_gelu"  # the function, not the file of its name
     page = hook.on_page_markdown("# Ops\n\n::: public parallel_ops.ops\n")
     assert page.startswith("# Ops\n\n::: parallel_ops.ops\n")
