@@ -134,7 +134,7 @@ class _Follow(torch.autograd.Function):
 
 
 @torch.no_grad()
-def update_selection_bias(bias: Tensor, load: Tensor, rate: float) -> None:
+def update_selection_bias(bias: Tensor, load: Tensor, rate: float | Tensor) -> None:
     """One step of the balancing without auxiliary losses, in place.
 
     Args:

@@ -61,6 +61,8 @@ class ParallelMoE(ShardedModule):
     Attributes:
         load: int64 ``[num_experts]``, how many of this rank's tokens chose each expert in training since the last
             ``reset_counts``; ``None`` before the first. dropped: int64, how many choices a capacity has dropped.
+        checked_capacity: the capacity factor of a layer that has none, while its ranks must not exchange numbers of
+            rows that the host reads; ``dropped`` tells whether the results hold.
 
     Raises:
         TypeError, ValueError: sizes that do not fit.
@@ -76,6 +78,7 @@ class ParallelMoE(ShardedModule):
 
     load: Tensor | None
     dropped: Tensor | None
+    checked_capacity: float | None = None
 
     def __init__(
         self,
@@ -211,9 +214,12 @@ class ParallelMoE(ShardedModule):
         return max(n for n in range(1, min(self.overlap, held) + 1) if held % n == 0)
 
     def _capacity(self, tokens: int) -> int | None:
-        if self.capacity_factor is None:
+        factor = self.capacity_factor
+        if factor is None and self.expert_group is not None:
+            factor = self.checked_capacity
+        if factor is None:
             return None
-        return -int(-self.capacity_factor * tokens * self.router.top_k // self.router.num_experts)
+        return -int(-factor * tokens * self.router.top_k // self.router.num_experts)
 
     def _load_of_all(self, load: Tensor) -> Tensor:
         """The load over all ranks that share the micro-batch."""

@@ -19,6 +19,7 @@ class Step:
         tokens: Tokens of all ranks. seconds: From the wait for data to the end of the update. lr: Learning rate.
         skipped: No parameter was updated, since the norm is not finite.
         stop: The stop signal that any rank has received, or ``None``.
+        redone: A step of a CUDA graph had more rows for an expert than its capacity, and was taken again without both.
         save_failed: The checkpoint that was written beside the step has failed.
         evaluation_loss: Loss of the evaluation after the step, if there was one.
         without_target: No target of the step counts in the loss, which is then 0.
@@ -37,6 +38,7 @@ class Step:
     experts: dict[str, float] | None = None
     without_target: bool = False
     save_failed: bool = False
+    redone: bool = False
 
 
 @dataclass(frozen=True)

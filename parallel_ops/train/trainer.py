@@ -34,9 +34,9 @@ from parallel_ops.train.results import Result, Step
 from parallel_ops.train.run_state import RunState
 from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
-from parallel_ops.train.step.expert_use import expert_use
+from parallel_ops.train.step.expert_use import expert_use, overflowed
 from parallel_ops.train.step.forward_backward import forward_backward_of
-from parallel_ops.train.step.graph import StepGraph, eager_reason
+from parallel_ops.train.step.graph import StepGraph, checked_capacity, eager_reason
 from parallel_ops.train.step.inputs import StepInputs
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
@@ -107,8 +107,9 @@ class Trainer(RunState):
             split=settings.splits_backward,
         )  # fmt: skip
         self.eager_reason = eager_reason(settings, self.model, self.device) if settings.run.cuda_graph else None
-        captures = settings.run.cuda_graph and self.eager_reason is None
-        self.graph = StepGraph(self.optimizer, self.device) if captures else None
+        self.graph = None
+        if settings.run.cuda_graph and self.eager_reason is None:
+            self.graph = StepGraph(self.optimizer, self.device, self.model, checked_capacity(settings))
         self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
         self._refresh_data()
@@ -206,7 +207,7 @@ class Trainer(RunState):
         return Step(
             number=self.global_step, loss=found, grad_norm=grad_norm, lr=rate, seconds=time.perf_counter() - start,
             tokens=settings.plan.global_batch * settings.seq_length, skipped=not math.isfinite(grad_norm), stop=stop,
-            without_target=without_target, save_failed=unsaved,
+            without_target=without_target, save_failed=unsaved, redone=self.graph is not None and self.graph.redone,
             experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
         )  # fmt: skip
 
@@ -215,8 +216,13 @@ class Trainer(RunState):
         total = self.forward_backward.run(given, what, slow=slow)
         self.activity(f"{what}, update", slow=slow)
         total_norm = self.forward_backward.total_norm()
-        norm = update(self.optimizer, self.settings.optimizer.grad_clip, given.scale, total_norm=total_norm)
-        return total, norm, expert_use(self.model, self.device)
+        use = expert_use(self.model, self.device)
+        checked = self.graph is not None and self.graph.capacity is not None
+        norm = update(
+            self.optimizer, self.settings.optimizer.grad_clip, given.scale, total_norm=total_norm,
+            discard=overflowed(use) if checked and use is not None else None,
+        )  # fmt: skip
+        return total, norm, use
 
     def _refresh_data(self) -> None:
         """Lists growing folders where the next two steps, of which one is read ahead, need it."""

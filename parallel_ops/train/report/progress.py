@@ -74,7 +74,7 @@ class Progress:
             shown = parts if self._bar.console.width >= _WIDE else [parts[0], parts[3], parts[-1]]
             text = "  ".join([f"step {step.number}/{self.settings.run.steps}", *shown])
             self._bar.update(0, completed=step.number, text=text, refresh=True)
-        unusual = step.skipped or stops or step.without_target
+        unusual = step.skipped or stops or step.without_target or step.redone
         if (
             unusual
             or step.evaluation_loss is not None
@@ -111,6 +111,8 @@ class Progress:
             parts.insert(2, f"evaluation loss {step.evaluation_loss:.4f}{none}")
         if step.without_target:
             parts += ["no target of this step counts in the loss"]
+        if step.redone:
+            parts += ["more rows for an expert than run.cuda_graph_capacity, taken again without a graph"]
         if unusual and not math.isfinite(step.loss + step.grad_norm):
             end = self.trainer.samples_seen
             samples = f"samples {end - self.settings.plan.global_batch} to {end - 1}"

@@ -20,7 +20,8 @@ METRICS = ("expert_load", "expert_entropy", "expert_dropped")
 def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
     """The values of ``METRICS`` over all ranks, and a step of the routers' biases; ``None`` without experts.
 
-    All ranks call it after a step; counts begin anew.
+    All ranks call it after the backwards of a step; counts begin anew. A model without a capacity drops choices only in
+    a step that is taken again, see ``StepGraph``: its biases stay.
     """
     if not isinstance(model, Transformer) or (config := model.config.experts) is None:
         return None
@@ -40,11 +41,17 @@ def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(counts)  # of ranks in other pipeline stages too, whose rows are 0 here
     loads = counts[:, :-1]
+    dropped = counts[:, -1].sum() / loads.sum().clamp(min=1)
+    rate = config.balance_rate if config.capacity_factor is not None else config.balance_rate * (dropped == 0)
     for row, moe in held.items():
         if config.balance_rate and moe.router.selection_bias is not None:
-            update_selection_bias(moe.router.selection_bias, loads[row], config.balance_rate)
+            update_selection_bias(moe.router.selection_bias, loads[row], rate)
     total = loads.sum(1, keepdim=True).clamp(min=1).double()
     shares = loads / total
     entropy = -torch.xlogy(shares, shares).sum(1) / math.log(max(2, config.num_experts))
-    dropped = counts[:, -1].sum() / loads.sum().clamp(min=1)
     return torch.stack([shares.max() * config.num_experts, entropy.mean(), dropped])
+
+
+def overflowed(use: Tensor) -> Tensor:
+    """Whether a capacity dropped any choice on any rank, a bool on the device, of what ``expert_use`` returned."""
+    return use[METRICS.index("expert_dropped")] > 0

@@ -9,6 +9,10 @@ A graph repeats addresses and numbers of the host, so nothing of a step may depe
 and nothing may be read by the host. ``eager_reason`` knows the settings where that is so. Loss, norm and the use of
 experts are read after the replay, as after an eager step.
 
+Dropless experts of several ranks exchange numbers of rows that the host reads. These steps send them through a capacity
+instead (``checked_capacity``), and count on the device what it drops on any rank. If anything is dropped, the step
+changes no parameter, all ranks read so after it, and take it again: eagerly, without a capacity, of the same inputs.
+
 Sources: torch's notes on CUDA graphs (whole-network capture: warm-up on a side stream, static inputs, optimizers with
 ``capturable``); Megatron-LM's ``full_cuda_graph`` (one graph for all micro-batches; ``thread_local``, since other
 threads, such as NCCL's watchdog and the loader, query events and allocate pinned memory meanwhile).
@@ -21,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from parallel_ops.layers import ParallelMoE
 from parallel_ops.models import Transformer
 from parallel_ops.train.data.batches import Batch
+from parallel_ops.train.step.expert_use import overflowed
 from parallel_ops.train.step.inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -36,7 +42,7 @@ Results = tuple[Tensor, Tensor, Tensor | None]
 
 def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -> str | None:
     """The first reason why steps of a run cannot be captured, the same on all ranks; ``None`` if they can."""
-    plan, experts = settings.plan, settings.config.experts
+    plan = settings.plan
     reasons = {
         f"it needs a GPU, and this run is on {device.type}": not has_graphs(device),
         "of a model that is no Transformer of this package it is not known what it draws and reads": not isinstance(
@@ -44,8 +50,8 @@ def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -
         ),
         "data.document_mask changes the lengths of documents in each step": settings.data.document_mask,
         "dropout draws from seeds of the host, which a graph would repeat": getattr(model, "draws", False),
-        "parallel.ep sends rows without a capacity, whose numbers the host reads; set model.experts.capacity_factor": (
-            experts is not None and experts.capacity_factor is None and plan.ep > 1
+        "parallel.cp does not divide data.seq_length, so experts have no capacity that is one on all ranks": (
+            checked_capacity(settings) is not None and settings.seq_length % plan.cp > 0
         ),
         "the backward of parallel.offload waits for copies to host memory": plan.offload != "none",
         "recompute.offload allocates host memory in each step": settings.recompute.offload != "none",
@@ -53,6 +59,13 @@ def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -
         "parallel.schedule runs two actions at a time, on two threads": plan.schedule == "dualpipe-v",
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def checked_capacity(settings: "Settings") -> float | None:
+    """The capacity factor through which captured steps send to dropless experts of several ranks, else ``None``."""
+    experts, shared = settings.config.experts, settings.plan.ep > 1
+    dropless = experts is not None and experts.capacity_factor is None
+    return settings.run.cuda_graph_capacity if dropless and shared else None
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -65,10 +78,17 @@ class StepGraph:
 
     Args:
         optimizer: Its groups have the step's learning rate as ``lr`` when a step begins.
+        capacity: Of ``checked_capacity``; the same on all ranks.
+
+    Attributes:
+        redone: The last step was taken again, without the capacity.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, model: nn.Module, capacity: float | None
+    ) -> None:
+        self._optimizer, self._device, self.capacity, self.redone = optimizer, device, capacity, False
+        self._experts = [module for module in model.modules() if isinstance(module, ParallelMoE)]
         self._stream = torch.cuda.Stream(device)
         self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
         self.reset()
@@ -87,7 +107,8 @@ class StepGraph:
         """Takes one step.
 
         Args:
-            compute: Takes a step; must use nothing of it but the inputs, the model and the optimizer.
+            compute: Takes a step; must use nothing of it but the inputs, the model and the optimizer. With a capacity
+                it must change nothing where ``overflowed`` says so of the use of experts that it returns.
 
         Returns:
             What ``compute`` returns, valid until the next step.
@@ -109,14 +130,18 @@ class StepGraph:
                 self._graph.replay()
             elif self._eager_steps < WARMUP:
                 self._eager_steps += 1
-                with self._rates_on_device(capturable=False):
+                with self._rates_on_device(capturable=False), self._through_capacity():
                     self._results = compute(self._static)
             else:
                 self._graph = self._captured(self._static, compute)
                 self._graph.replay()
+            assert self._results is not None
+            results, use = self._results, self._results[-1]
+            self.redone = self.capacity is not None and use is not None and bool(overflowed(use))
+            if self.redone:  # as if there were no graph: with the numbers of the host
+                results = compute(given)
         current.wait_stream(self._stream)
-        assert self._results is not None
-        return self._results
+        return results
 
     def _captured(self, static: StepInputs, compute: Callable[[StepInputs], Results]) -> Any:
         graph = torch.cuda.CUDAGraph()
@@ -124,6 +149,7 @@ class StepGraph:
         try:
             with (
                 self._rates_on_device(capturable=True),
+                self._through_capacity(),
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 self._results = compute(static)
@@ -132,6 +158,16 @@ class StepGraph:
                 f"run.cuda_graph: this step cannot be captured in a CUDA graph: {error}; set run.cuda_graph = false"
             ) from error
         return graph
+
+    @contextlib.contextmanager
+    def _through_capacity(self) -> Iterator[None]:
+        for moe in self._experts:
+            moe.checked_capacity = self.capacity
+        try:
+            yield
+        finally:
+            for moe in self._experts:
+                moe.checked_capacity = None
 
     @contextlib.contextmanager
     def _rates_on_device(self, *, capturable: bool) -> Iterator[None]:

@@ -96,7 +96,7 @@ def hide_hint() -> None:
 
 def update(
     optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: Tensor | float = 1.0, *,
-    total_norm: Callable[[], Tensor] | None = None,
+    total_norm: Callable[[], Tensor] | None = None, discard: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Clips gradients, updates parameters and frees the gradients. No parameter changes if the norm is not finite.
 
@@ -105,6 +105,7 @@ def update(
         scale: The loss scale of the gradients.
         total_norm: Returns the norm of all gradients; ``None`` where the optimizer has all parameters, or shards of
             them all.
+        discard: A bool of the device; where true the norm becomes infinite, so that nothing changes.
 
     Returns:
         The norm before clipping, a scalar on the device; the host does not wait for it.
@@ -112,6 +113,8 @@ def update(
     found = (p.grad for group in optimizer.param_groups for p in group["params"])
     gradients = [grad for grad in found if grad is not None]
     norm = norm_of(gradients) if total_norm is None else total_norm()
+    if discard is not None:
+        norm = norm.masked_fill(discard, math.inf)
     if grad_clip is not None:
         _scale(gradients, (grad_clip * scale / (norm + 1e-6)).clamp(max=1.0))
     # The interface of torch's GradScaler to fused optimizers.

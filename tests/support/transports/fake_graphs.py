@@ -37,6 +37,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from parallel_ops._internal.gradients import weight_gradients
 from parallel_ops.comm import consistency
 from parallel_ops.ops.experts import order, permute
 from parallel_ops.pipeline_parallel import messages
@@ -198,6 +199,30 @@ def _collective(name: str) -> Any:
     return mock.patch.object(dist.ProcessGroup, name, method)
 
 
+def _grouped(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Products of experts, which are one kernel on GPUs; on CPUs the host reads where groups end."""
+
+    def method(*args: Any) -> Tensor | None:
+        capture = now.capture
+        if capture is None or now.inside:
+            return original(*args)
+        capture.will_write(args[0])
+        with _inside():
+            out = original(*args)
+        capture.wrote([] if out is None else [out], args)
+
+        def again() -> None:
+            with _inside():
+                new = original(*args)
+                if out is not None and new is not None:
+                    out.copy_(new)
+
+        capture.add(again)
+        return out
+
+    return method
+
+
 @contextlib.contextmanager
 def _capture(captured: CUDAGraph, *, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
     assert now.capture is None, "two captures at a time"
@@ -309,6 +334,8 @@ def cuda() -> Iterator[None]:
         # Values are checked on CPUs alone.
         patch(permute, "_check_numbers", lambda *_: None)
         patch(order, "_check_ids", lambda *_: None)
+        for name in ("outer_products", "add_outer_products"):
+            patch(weight_gradients, name, _grouped(getattr(weight_gradients, name)))
         patch(messages, "capturing", lambda t: now.capture is not None)
         patch(consistency, "_checks_once", lambda group, device: True)
         patch(consistency, "_checked", type(consistency._checked)())

@@ -1,12 +1,14 @@
 """Steps captured in a CUDA graph, by the fake of ``support.transports.fake_graphs``."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
 
 from parallel_ops.models import Transformer
 from parallel_ops.train.report import outputs
+from parallel_ops.train.report.progress import Progress
 from parallel_ops.train.step.graph import WARMUP, eager_reason
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
@@ -45,19 +47,20 @@ STEPS = WARMUP + 2
 
 
 def steps_of(rank, settings, *, fake):
-    """Loss, norm, use of experts and if it was skipped, of each step; the parameters after them."""
+    """Loss, norm, use of experts and if it was skipped, of each step; the parameters after them; which were redone."""
     before = fake_graphs.CUDAGraph.replays
     with fake_graphs.cuda() if fake else contextlib.nullcontext(), runs.trainer_of(settings) as trainer:
         assert trainer.eager_reason is None
-        found = []
+        found, redone = [], []
         for _ in range(STEPS):
             step = trainer.step()
+            redone.append(step.redone)
             trainer.scale.update(not step.skipped)
             experts = tuple(step.experts.values()) if step.experts else ()
             found.append((step.loss, step.grad_norm, *experts, step.skipped))
         weights = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.model.parameters()]
     assert fake_graphs.CUDAGraph.replays - before == (STEPS - WARMUP if fake else 0)
-    return found, [w.detach().clone() for w in weights]
+    return found, [w.detach().clone() for w in weights], redone
 
 
 def both(rank, plans):
@@ -75,7 +78,7 @@ def test_replays_are_eager_steps(size, data):
     ]
     results = [both(0, plans)] if size == 1 else ranks(size).run(both, plans)
     for rank in results:
-        for name, ((eager, weights), (graphed, others)) in zip(PLANS[size], rank, strict=True):
+        for name, ((eager, weights, _), (graphed, others, _)) in zip(PLANS[size], rank, strict=True):
             for step, other in zip(eager, graphed, strict=True):
                 assert other == pytest.approx(step, rel=1e-3, nan_ok=True), (name, eager, graphed)
             torch.testing.assert_close(
@@ -83,6 +86,43 @@ def test_replays_are_eager_steps(size, data):
             )
             if name == "fp16":
                 assert any(step[-1] for step in eager[WARMUP:]), "no replayed step was skipped"
+
+
+# With dropless experts; the first stage of the pipeline has none.
+SHARED = {
+    2: {"parallel": {"dp": 2, "ep": 2, "zero": 1, "global_batch": 4}},
+    4: {"parallel": {"dp": 2, "ep": 2, "pp": 2, "zero": 2, "global_batch": 4}},
+}
+
+
+@pytest.mark.parametrize("size", SHARED)
+def test_dropless_experts_of_several_ranks(size, data):
+    """Steps in which no capacity is full are eager steps up to rounding, others bit by bit, on all ranks alike."""
+    capacities = [4.0, 0.1, 2.5]  # never full, always, in some steps
+    plans = [
+        [
+            runs.settings_of(data, model=EXPERTS, **SHARED[size], **(MUON if capacity == 0.1 else {}), run=run)
+            for run in ({}, {"cuda_graph": "step", "cuda_graph_capacity": capacity})
+        ]
+        for capacity in capacities
+    ]
+    for rank in ranks(size).run(both, plans):
+        for capacity, ((eager, weights, _), (graphed, others, redone)) in zip(capacities, rank, strict=True):
+            if capacity == 0.1:
+                assert all(redone) and graphed == eager
+                assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+                continue
+            assert any(redone[WARMUP:]) == (capacity == 2.5) and not all(redone[WARMUP:]), redone
+            for step, other in zip(eager, graphed, strict=True):
+                assert other == pytest.approx(step, rel=1e-3), capacity
+            torch.testing.assert_close(others, weights, rtol=1e-3, atol=2e-4)
+
+
+def test_a_redone_step_has_a_line(data, capsys):
+    settings = runs.settings_of(data, run={"steps": 2}, logging={"interval": 9})
+    with runs.trainer_of(settings) as trainer, Progress(trainer) as progress:
+        progress.add(dataclasses.replace(trainer.step(), redone=True))
+    assert "more rows for an expert than run.cuda_graph_capacity" in capsys.readouterr().out
 
 
 def evaluated(rank, settings, *, fake):
@@ -120,7 +160,7 @@ REASONS = {
     "this run is on cpu": {},
     "data.document_mask": {"data": {"document_mask": True}},
     "dropout": {"model": runs.MODELS["gpt"] | {"dropout": 0.1}},
-    "model.experts.capacity_factor": {"model": EXPERTS, "parallel": {"dp": 2, "ep": 2}},
+    "does not divide data.seq_length": {"model": EXPERTS, "parallel": {"dp": 2, "ep": 2, "cp": 3}},
     "parallel.offload": {"parallel": {"dp": 2, "zero": 3, "offload": "optimizer"}},
     "recompute.offload": {"recompute": {"offload": "inputs"}},
     "logging.trace": {"parallel": {"pp": 2}, "logging": {"trace": "trace"}},
