@@ -1,7 +1,8 @@
 """``python -m benchmarks layouts``: area and keys sent of every layout, for packed documents, video and windows.
 
 For each layout the largest area of a rank over the mean, and the keys that ranks send as a share of all keys to all
-other ranks; then the milliseconds that the placement of the balanced layout takes, the least of twenty.
+other ranks; then the milliseconds that the placement of the balanced layout takes, the least of twenty. A second table
+has seconds calculated by ``context_parallel/cost.py`` for eight H100s; no GPU runs.
 """
 
 import math
@@ -12,17 +13,30 @@ import torch
 import typer
 from torch import Tensor
 
-from parallel_ops.context_parallel import SequenceLayout, placement
+from benchmarks.parallel.ring_attention import REFERENCE_FLOPS
+from parallel_ops.context_parallel import AttentionShape, Link, SequenceLayout, placement
+from parallel_ops.context_parallel.cost import Algorithm, algorithms, seconds
 from parallel_ops.ops.attention import block_causal_ranges, causal_ranges, document_ranges, intersect_ranges
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
+# Bytes/s and seconds of an exchange of a 400 Gb/s port: nine tenths of its rate, and latency, assumed.
+_PORT = Link(REFERENCE_FLOPS, 45e9, 10e-6)
+# Weights of the linears of a layer of Llama 3 8B; sequences that are drawn.
+_LINEARS, _DRAWN = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 16
+
+
+def edges_of(length: int, median: float, sigma: float, seed: int = 0) -> Tensor:
+    """Starts of documents of log-normal lengths, and the end."""
+    draws = torch.randn(length // 32, generator=torch.Generator().manual_seed(seed))
+    edges = (math.log(median) + sigma * draws).exp().long().clamp(min=1).cumsum(0)
+    return torch.cat([torch.zeros(1), edges[edges < length], torch.tensor([length])]).long()
+
+
 def packed(length: int, median: float, sigma: float) -> Tensor:
     """Ranges of causal documents of log-normal lengths."""
-    draws = torch.randn(length // 32, generator=torch.Generator().manual_seed(0))
-    edges = (math.log(median) + sigma * draws).exp().long().clamp(min=1).cumsum(0)
-    return document_ranges(torch.cat([torch.zeros(1), edges[edges < length], torch.tensor([length])]).long())
+    return document_ranges(edges_of(length, median, sigma))
 
 
 def masks() -> Iterator[tuple[str, list[Tensor]]]:
@@ -44,6 +58,27 @@ def described(layout: SequenceLayout, kinds: list[Tensor]) -> str:
     return f"{areas.max() / areas.double().mean():.2f}, {100 * sent:.1f}%"
 
 
+def calculated(length: int, ranks: int) -> Iterator[str]:
+    """Rows of the second table: seconds of packed documents over ``ranks`` nodes, on average over drawn sequences."""
+    linears = 6 * _LINEARS * length / ranks / REFERENCE_FLOPS
+    found: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(_DRAWN):
+        documents = tuple(edges_of(length, 500, 1.5, seed).diff().tolist())
+        balanced = placement.balanced([placement.ranges_of(documents, None, 0)], ranks)
+        for name, layout in (("zigzag", "zigzag"), ("contiguous", "contiguous"), ("balanced", balanced)):
+            shape = AttentionShape(
+                length=length, ranks=ranks, batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2, cp_layout=layout,
+                documents=documents,
+            )  # fmt: skip
+            least = min(seconds(shape, algorithm, _PORT) for algorithm in algorithms(shape))
+            found.setdefault(name, []).append((seconds(shape, Algorithm(1, False), _PORT), least))
+    means = {name: torch.tensor(times).mean(0) for name, times in found.items()}
+    for name, (ring, least) in means.items():
+        zigzag, fastest = means["zigzag"]
+        gains = zigzag / ring, fastest / least, (zigzag + linears) / (ring + linears)
+        yield f"| {name} | {1e3 * ring:.1f} | {1e3 * least:.1f} | " + " | ".join(f"{x:.2f}" for x in gains) + " |"
+
+
 @app.command()
 def main() -> None:
     """Largest area over mean, and keys sent as a share of all, of the layouts of context parallelism."""
@@ -59,3 +94,9 @@ def main() -> None:
             layouts = [SequenceLayout(balanced.length, ranks, kind) for kind in ("zigzag", "contiguous")]
             cells = " | ".join(described(layout, kinds) for layout in (*layouts, balanced))
             typer.echo(f"| {name} | {ranks} | {cells} | {1e3 * min(seconds):.1f} |")
+    typer.echo(
+        "\nCalculated: attention of Llama 3 8B, forward and backward; tokens/s of zigzag's\n\n"
+        "| layout | ring ms | fastest ms | ring | fastest | layer with ring |\n|---|---:|---:|---:|---:|---:|"
+    )
+    for row in calculated(1 << 17, 8):
+        typer.echo(row)

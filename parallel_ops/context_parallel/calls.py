@@ -11,8 +11,9 @@ from parallel_ops.comm.consistency import CallSignature, check_consistency, shar
 from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME
+from parallel_ops.context_parallel.batch_layout import document_layout, documents_error, layout_for
 from parallel_ops.context_parallel.cost import Algorithm
-from parallel_ops.context_parallel.layouts import SequenceLayout, document_layout, documents_error, layout_for
+from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
 from parallel_ops.context_parallel.schedule.ulysses import Placement
 from parallel_ops.context_parallel.token_ranges import lengths

@@ -27,7 +27,7 @@ device alone knows them, nothing counts as hidden. ``selection.py`` compares.
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.context_parallel.token_ranges import (
@@ -197,7 +197,7 @@ def counts(shape: AttentionShape, ulysses_degree: int) -> tuple[list[float], lis
     ]
     if isinstance(shape.documents, tuple):
         # Needed here alone, and with it NumPy.
-        from parallel_ops.context_parallel.placement import area, rows_sent
+        from parallel_ops.context_parallel.placement import area, ranges_of, rows_sent
 
         layout, ranges = shape.cp_layout, ranges_of(shape.documents, *shape.bounds)
         if layout not in LAYOUTS:
@@ -209,19 +209,6 @@ def counts(shape: AttentionShape, ulysses_degree: int) -> tuple[list[float], lis
     return [_pairs(shard, shape) for shard in shards], [
         [0 if q is k else count_tokens(visible_keys(k, q, *shape.bounds)) for q in shards] for k in shards
     ]
-
-
-@functools.lru_cache(maxsize=8)
-def ranges_of(documents: tuple[int, ...], left: int | None, right: int | None) -> Any:
-    """First and last key of each query, int32 ``[2, length]``."""
-    import numpy as np
-
-    sizes = np.array(documents, np.int64)
-    ends, places = np.cumsum(sizes), np.arange(sizes.sum())
-    first, last = np.repeat(ends - sizes, sizes), np.repeat(ends - 1, sizes)
-    first = first if left is None else np.maximum(first, places - left)
-    last = last if right is None else np.minimum(last, places + right)
-    return np.stack([first, last]).astype(np.int32)
 
 
 def _total(parts: Iterable[Sent]) -> Sent:

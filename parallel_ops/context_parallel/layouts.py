@@ -10,10 +10,8 @@ Shift labels of next tokens before splitting them: the next token may be on anot
 nothing is padded; a rank may have no tokens.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,18 +21,12 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.collectives import gather_from_group
-from parallel_ops.context_parallel.cost import AttentionShape
-from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths, shard_ranges
-from parallel_ops.ops.attention.cache import on_host, once
-from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import range_error
 
 Layout = Literal["zigzag", "striped", "contiguous", "balanced"]
 # With the one that ``selection.select_layout`` takes for each batch.
 LayoutChoice = Literal["zigzag", "striped", "contiguous", "balanced", "auto"]
-# Keys before and after a query's own place that it sees, ``None`` for all; and the number of layers.
-Cut = tuple[int | None, int | None, int]
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,9 @@ class SequenceLayout:
         for number, mask in enumerate(masks):
             if wrong := range_error(mask, length):
                 raise ValueError(f"SequenceLayout.balanced: masks[{number}]: {wrong}")
-        return _balanced(masks, ranks, weights)
+        from parallel_ops.context_parallel.placement import balanced  # needs numpy
+
+        return cls(length, ranks, balanced([mask.numpy() for mask in masks], ranks, weights=weights))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -175,84 +169,6 @@ class SequenceLayout:
     def _check(self, x: Tensor, dim: int, length: int) -> None:
         if x.shape[dim] != length:
             raise ValueError(f"SequenceLayout: dimension {dim} must have {length} tokens, got {list(x.shape)}")
-
-
-def layout_for(
-    length: int, ranks: int, cp_layout: str, ranges: Tensor | None = None, cuts: tuple[Cut, ...] = ((None, 0, 1),)
-) -> SequenceLayout:
-    """The layout of this name, made once for the same ranges.
-
-    Args:
-        ranges: of documents, say, on any device, cut further by each of ``cuts``, for ``"balanced"``.
-    """
-    if cp_layout != "balanced" or ranks == 1:
-        return SequenceLayout(length, ranks, "zigzag" if cp_layout in ("balanced", "auto") else cp_layout)
-    if ranges is None:
-        return _causal_layout(length, ranks, cuts)
-    host = on_host(ranges)
-    return once(host, ("layout", ranks, cuts), lambda: _cut_layout(host, ranks, cuts))
-
-
-def document_layout(
-    op: str, length: int, ranks: int, cp_layout: str, cu_seqlens: Tensor | None, cuts: tuple[Cut, ...]
-) -> SequenceLayout:
-    """``layout_for`` packed documents; values on a GPU are read once.
-
-    Raises:
-        ValueError: ``cu_seqlens`` does not rise from 0 to ``length``.
-    """
-    ranges, documents = None, (0, length)
-    if cp_layout in ("balanced", "auto") and ranks > 1 and cu_seqlens is not None:
-        documents = tuple(on_host(cu_seqlens).tolist())
-        if wrong := documents_error(documents, length):
-            raise ValueError(f"{op}: {wrong}")
-        ranges = AttentionOptions(cu_seqlens=cu_seqlens).host_ranges(length)
-    if cp_layout == "auto":
-        lengths = tuple(end - start for start, end in pairwise(documents))
-        cp_layout = "zigzag" if ranks == 1 else _chosen(lengths, ranks, cuts)
-    return layout_for(length, ranks, cp_layout, ranges, cuts)
-
-
-@functools.lru_cache(maxsize=64)
-def _chosen(documents: tuple[int, ...], ranks: int, cuts: tuple[Cut, ...]) -> str:
-    """The layout that shares these documents evenly and sends least then: by counts, so the same on all ranks."""
-    kinds = [
-        (count, AttentionShape(
-            length=sum(documents), ranks=ranks, batch=1, heads=1, kv_heads=1, head_dim=1, itemsize=2, causal=right == 0,
-            window_size=(-1 if left is None else left, -1 if right is None else right), documents=documents,
-        ))
-        for left, right, count in cuts
-    ]  # fmt: skip
-    found = select_layout(kinds, None, None).cp_layout
-    return found if found in LAYOUTS else "balanced"
-
-
-def documents_error(documents: tuple[int, ...], length: int) -> str | None:
-    """The reason why documents cannot start at these tokens, or ``None``."""
-    if len(documents) > 1 and documents[0] == 0 and documents[-1] == length and sorted(documents) == list(documents):
-        return None
-    return f"cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {documents}"
-
-
-@functools.lru_cache(maxsize=64)
-def _causal_layout(length: int, ranks: int, cuts: tuple[Cut, ...]) -> SequenceLayout:
-    first = torch.zeros(length, dtype=torch.int32)
-    return _cut_layout(torch.stack([first, first + (length - 1)]), ranks, cuts)
-
-
-def _cut_layout(ranges: Tensor, ranks: int, cuts: tuple[Cut, ...]) -> SequenceLayout:
-    places = torch.arange(ranges.shape[1], dtype=ranges.dtype)
-    masks = []
-    for left, right, _ in cuts:
-        first = ranges[0] if left is None else ranges[0].maximum(places - left)
-        masks.append(torch.stack([first, ranges[1] if right is None else ranges[1].minimum(places + right)]))
-    return _balanced(masks, ranks, [weight for *_, weight in cuts])
-
-
-def _balanced(masks: Sequence[Tensor], ranks: int, weights: Sequence[int] | None) -> SequenceLayout:
-    from parallel_ops.context_parallel.placement import balanced  # needs numpy
-
-    return SequenceLayout(masks[0].shape[1], ranks, balanced([mask.numpy() for mask in masks], ranks, weights=weights))
 
 
 def _of(length: int, ranks: int, cp_layout: "str | SequenceLayout") -> SequenceLayout:

@@ -16,7 +16,6 @@ from parallel_ops.context_parallel.cost import (
     algorithms,
     counts,
     gathered_bytes,
-    ranges_of,
     seconds,
     sent,
 )
@@ -70,11 +69,11 @@ def select_layout(
         The layout, the algorithm of the first kind, and the reason.
     """
     if layouts is None:
-        masks = [ranges_of(kind.documents, *kind.bounds) for _, kind in kinds if isinstance(kind.documents, tuple)]
-        layouts = ["zigzag", "contiguous"]
-        if len(masks) == len(kinds):
-            from parallel_ops.context_parallel.placement import balanced  # needs NumPy
+        lengths, layouts = [kind.documents for _, kind in kinds], ["zigzag", "contiguous"]
+        if all(isinstance(one, tuple) for one in lengths):
+            from parallel_ops.context_parallel.placement import balanced, ranges_of  # needs NumPy
 
+            masks = [ranges_of(kind.documents, *kind.bounds) for _, kind in kinds]
             layouts.append(balanced(masks, kinds[0][1].ranks, weights=[n for n, _ in kinds]))
     found = []
     for layout in layouts:

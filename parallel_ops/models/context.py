@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
 from parallel_ops.context_parallel.algorithm import AlgorithmName
-from parallel_ops.context_parallel.layouts import LayoutChoice, document_layout, layout_for
+from parallel_ops.context_parallel.batch_layout import document_layout, layout_for
+from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh

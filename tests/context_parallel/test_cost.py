@@ -120,7 +120,7 @@ def test_the_layout_of_documents():
     whole, short, long = (65536,), (*(500,) * 131, 36), (32768, *(512,) * 64)
     for link in (None, NETWORK):
         for documents, expected in ((whole, "zigzag"), (short, "contiguous"), (long, "balanced")):
-            ranges = cost.ranges_of(documents, None, 0)
+            ranges = placement.ranges_of(documents, None, 0)
             layouts = ("zigzag", "contiguous", placement.balanced([ranges], 8))
             kinds = [(3, changed(documents=documents, kv_heads=1)), (1, changed(documents=documents, kv_heads=1))]
             found = selection.select_layout(kinds, layouts, link)

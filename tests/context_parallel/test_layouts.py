@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence, token_ranges
-from parallel_ops.context_parallel.layouts import layout_for
+from parallel_ops.context_parallel.batch_layout import layout_for
 from parallel_ops.context_parallel.schedule.blocks import query_limits
 from parallel_ops.ops.attention import document_ranges
 from support.ranks.distributed import ranks

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.context_parallel.layouts import SequenceLayout, layout_for
+from parallel_ops.context_parallel.batch_layout import layout_for
+from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.schedule.ulysses import (
     Placement,
     attention_backward,
