@@ -114,6 +114,8 @@ def plan_of(draw: random.Random, sections: Sections, processes: int, batch: dict
         "zero": draw.randint(0, 3), "sequence_parallel": tp > 1 and draw.random() < 0.6,
         "cp_kind": draw.choice(("ring", "all_to_all")) if cp > 1 else "ring",
     }  # fmt: skip
+    if cp > 1:
+        plan["cp_layout"] = draw.choice(("zigzag", "balanced", "contiguous", "auto"))
     if plan["zero"] and shard * cp > 1 and draw.random() < 0.3:
         plan["offload"] = "optimizer"
     if experts:
