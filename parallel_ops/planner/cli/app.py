@@ -37,13 +37,16 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT, era, eras
 from parallel_ops.planner.documents import describe
 from parallel_ops.planner.estimate import estimate as estimate_plan
+from parallel_ops.planner.estimate import simulation as simulate_plan
 from parallel_ops.planner.export import TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
 from parallel_ops.planner.export.launcher import script
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem
+from parallel_ops.planner.memory.timeline import memory_timeline
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.pictures import drawing
+from parallel_ops.planner.pictures.memory_picture import caption
 from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
@@ -221,8 +224,8 @@ def presets_command(json: Json = False) -> None:
 
 @app.command("schedule")
 def schedule_command(
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default=False)] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step.", show_default=False)] = None,
     kind: Annotated[str, typer.Option(help=", ".join(KINDS), autocompletion=completed(lambda: KINDS))] = "1f1b",
     virtual_stages: Annotated[int | None, typer.Option(help="Stages a rank.", show_default="the schedule's")] = None,
     times: Annotated[str, typer.Option(help="Times of F, I and W of one stage.")] = "1,1,1",
@@ -233,27 +236,57 @@ def schedule_command(
     memory_limit: Annotated[float | None, typer.Option(help="Micro-batches that a rank may hold, for zb-2p.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save a picture, .svg or .png.")] = None,
     json: Json = False,
+    model: Annotated[str | None, typer.Option(help="Draw the plan of a model, as `estimate` takes them.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Cluster of --model.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch of --model.")] = None,
+    seq: Sequence = None,
+    plan: Annotated[str | None, typer.Option(help="Plan of --model.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank of --plan whose memory is drawn.", show_default="the one with the most")
+    ] = None,
 ) -> None:
-    """Simulates a pipeline schedule and draws it.
+    """Simulates a pipeline schedule and draws it; that of a plan with the memory of a rank over the step.
 
     Example: parallel-ops schedule --pp 4 --micro-batches 8 --kind zb-v --output schedule.svg
     """
-    durations = replace(_times(times, link), input_grad_first=input_grad_first)
-    stages = virtual_stages or (2 if kind == "interleaved" else 1)
-    options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
-    if kind == "zb-2p":
-        options["times"] = durations
-    simulated = simulate(actions(kind, pp, micro_batches, stages, **options), durations)
+    memory = None
+    if model and cluster and batch and plan:
+        if virtual_stages or memory_limit or (pp, micro_batches, kind, times, link, input_grad_first) != _NO_PIPELINE:
+            raise ValueError(
+                "schedule: --plan has the sizes, schedule and times of its pipeline; leave those options out"
+            )
+        shape, machine = inputs.model(model, seq), inputs.cluster(cluster, None)
+        found = estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
+        simulated, kind = simulate_plan(shape, machine, found.plan), found.plan.schedule
+        most = found.peak_memory.stage
+        memory = memory_timeline(shape, machine, found.plan, simulated, most if rank is None else rank)
+    elif pp is None or micro_batches is None or model or cluster or batch or seq or plan or rank is not None:
+        raise ValueError("schedule takes --pp and --micro-batches, or --model, --cluster, --batch and --plan")
+    else:
+        durations = replace(_times(times, link), input_grad_first=input_grad_first)
+        stages = virtual_stages or (2 if kind == "interleaved" else 1)
+        options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
+        if kind == "zb-2p":
+            options["times"] = durations
+        simulated = simulate(actions(kind, pp, micro_batches, stages, **options), durations)
     summary = drawing.summary(kind, simulated)
     if output is not None:
         require("matplotlib")
-        drawing.save(simulated, output, summary)
+        drawing.save(simulated, output, summary, memory)
     if json:
-        _print_json({"schema": SCHEMA, "kind": kind, **json_data.simulation_data(simulated)})
+        more = {"memory": json_data.timeline_data(memory)} if memory else {}
+        _print_json({"schema": SCHEMA, "kind": kind, **json_data.simulation_data(simulated), **more})
         return
     console = _console()
     console.print(drawing.text(simulated, console.width))
     console.print(summary, highlight=False)
+    if memory:
+        console.print(drawing.memory_text(simulated, memory, console.width))
+        console.print(caption(memory), highlight=False)
+
+
+# Options of `schedule` that --plan takes the place of, as they are if not given.
+_NO_PIPELINE = (None, None, "1f1b", "1,1,1", 0.0, False)
 
 
 @app.command("validate")

@@ -10,6 +10,7 @@ from parallel_ops.planner.compute.software import fitted_constants
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import memory_problem
+from parallel_ops.planner.memory.timeline import Timeline
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.search.result import SearchResult
@@ -82,6 +83,11 @@ def simulation_data(simulation: Simulation) -> dict[str, Any]:
         "peak_activations": list(simulation.peak_activations),
         "ranks": ranks,
     }
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """The memory of a rank over a step as plain data, in bytes."""
+    return {**timeline._asdict(), "peak": max(timeline.totals)}
 
 
 def report_data(report: Report) -> dict[str, Any]:

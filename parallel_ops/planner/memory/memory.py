@@ -250,15 +250,25 @@ class PlanMemory:
         away = recomputed_share(self.model, self.plan.offload_layers)
         return min(1.0, 1 - away + away * 2 / (found.held * max(1, found.dense + found.sparse)))
 
+    def layers(self, stage: int) -> tuple[float, float, float, float]:
+        """Bytes of a stage's layers: activations of the micro-batches in flight, working memory of one layer, and what
+        is recomputed of it at a time; and the share that stays on the device."""
+        found = self.fixed(stage)
+        return *self._layer_parts(found, self.plan.recompute), self._resident(found, self.plan.offload)
+
     def _all_activations(self, found: FixedMemory, recompute: str) -> float:
+        kept, work, again = self._layer_parts(found, recompute)
+        # The logits are freed before the backward passes of the layers.
+        return kept + max(0.0, work + again - found.logits)
+
+    def _layer_parts(self, found: FixedMemory, recompute: str) -> tuple[float, float, float]:
         dense, sparse = self._layers.get(recompute) or self._layer(recompute)
-        activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
+        kept, again = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, 0.0
         if recompute == "full":
             # One layer at a time is recomputed.
             dense, sparse = self._layers.get("none") or self._layer("none")
-            work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
-        # The logits are freed before the backward passes of the layers.
-        return activations + max(0.0, work - found.logits)
+            again = self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+        return kept, self._work, again
 
     def _layer(self, recompute: str) -> tuple[float, float]:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from rich.style import Style
 from rich.text import Text
 
+from parallel_ops.planner.memory.timeline import Timeline
 from parallel_ops.planner.pictures.bars import BUBBLE, COLORS, NAMES, Bar, bars, shades
+from parallel_ops.planner.pictures.memory_picture import area_text, draw_memory
 from parallel_ops.planner.schedules.schedule import Simulation
 
 if TYPE_CHECKING:
@@ -37,13 +39,7 @@ def text(simulation: Simulation, width: int) -> Text:
     A pass has its letter, lower case for odd chunks of a rank, and its micro-batch if there is room. Dots are idle
     time. Passes shorter than a column are left out, so a long schedule still shows its outline.
     """
-    margin = len(f"rank {len(simulation.schedule) - 1} ")
-    room = max(1, width - margin)
-    # A whole number of columns for the shortest pass keeps equal passes equally wide.
-    shortest = min(bar.end - bar.start for bar in bars(simulation, 0) if bar.end > bar.start)
-    whole = int(room * shortest / simulation.step_time)
-    scale = whole / shortest if whole else room / simulation.step_time
-    columns = max(1, round(simulation.step_time * scale))
+    margin, scale, columns = _columns(simulation, width)
     out = Text(no_wrap=True, overflow="crop")
     for rank in range(len(simulation.schedule)):
         out.append(f"rank {rank} ".rjust(margin))
@@ -74,6 +70,23 @@ def text(simulation: Simulation, width: int) -> Text:
     return out
 
 
+def memory_text(simulation: Simulation, memory: Timeline, width: int) -> Text:
+    """The memory of a rank as coloured text under that of ``text``."""
+    margin, _, columns = _columns(simulation, width)
+    return area_text(memory, margin, columns)
+
+
+def _columns(simulation: Simulation, width: int) -> tuple[int, float, int]:
+    """Columns of the names of ranks, columns of a unit of time, and columns of the step."""
+    margin = len(f"rank {len(simulation.schedule) - 1} ")
+    room = max(1, width - margin)
+    # A whole number of columns for the shortest pass keeps equal passes equally wide.
+    shortest = min(bar.end - bar.start for bar in bars(simulation, 0) if bar.end > bar.start)
+    whole = int(room * shortest / simulation.step_time)
+    scale = whole / shortest if whole else room / simulation.step_time
+    return margin, scale, max(1, round(simulation.step_time * scale))
+
+
 def _append_cell(out: Text, bar: Bar, width: int) -> None:
     letter = bar.action.kind.lower() if bar.pale else bar.action.kind
     label = f"{letter}{bar.action.micro_batch}"
@@ -85,8 +98,8 @@ def _style(kind: str, pale: bool) -> Style:
     return Style(color=ink, bgcolor=fill)
 
 
-def save(simulation: Simulation, path: Path, title: str = "") -> None:
-    """Saves the picture as SVG or PNG, by the suffix of ``path``.
+def save(simulation: Simulation, path: Path, title: str = "", memory: Timeline | None = None) -> None:
+    """Saves the picture as SVG or PNG, by the suffix of ``path``. Arguments: see ``figure``.
 
     Raises:
         ValueError: the suffix is another one.
@@ -98,11 +111,11 @@ def save(simulation: Simulation, path: Path, title: str = "") -> None:
     # Text is stored as text; ids do not change from run to run.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallel_ops"}):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure(simulation, title).savefig(path, dpi=160, metadata=metadata)
+        figure(simulation, title, memory).savefig(path, dpi=160, metadata=metadata)
 
 
-def figure(simulation: Simulation, title: str = "") -> "Figure":
-    """The picture as a matplotlib figure."""
+def figure(simulation: Simulation, title: str = "", memory: Timeline | None = None) -> "Figure":
+    """The picture as a matplotlib figure, with the ``memory`` of a rank below it."""
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -110,9 +123,14 @@ def figure(simulation: Simulation, title: str = "") -> "Figure":
     ranks = len(simulation.schedule)
     passes = max(len(order) for order in simulation.schedule)
     row = 0.36 if ranks <= 16 else 0.22
-    size = (min(16.0, max(7.5, 0.24 * passes)), 1.45 + row * ranks)
+    high, below = 1.45 + row * ranks, 2.6 if memory else 0.0
+    size = (min(16.0, max(7.5, 0.24 * passes)), high + below)
     out = Figure(figsize=size, layout="constrained")
-    axes = out.subplots()
+    if memory:
+        axes, under = out.subplots(2, sharex=True, height_ratios=(row * ranks + 0.5, below - 0.6))
+        draw_memory(under, memory)
+    else:
+        axes = out.subplots()
     step = simulation.step_time
     axes.broken_barh([(0, step)], (-0.5, ranks), facecolor=BUBBLE, edgecolor="none", zorder=0)
     boxes: dict[tuple[str, bool], list[tuple[float, float, float, float]]] = {}
@@ -143,14 +161,16 @@ def figure(simulation: Simulation, title: str = "") -> "Figure":
         for kind, pale in shades(simulation)
     ]
     handles.append(Patch(facecolor=BUBBLE, label="bubble"))
-    axes.set(xlim=(0, step), ylim=(ranks - 0.5, -0.5), xlabel="time", ylabel="rank")
+    if memory:
+        handles += under.get_legend_handles_labels()[0]
+    axes.set(xlim=(0, step), ylim=(ranks - 0.5, -0.5), xlabel="" if memory else "time", ylabel="rank")
     axes.set_yticks(range(0, ranks, 1 if ranks <= 32 else 4))
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     out.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=len(handles) if len(handles) < 5 else 4,
+        ncols=len(handles) if len(handles) < 5 else 3 if memory else 4,
         frameon=False,
         fontsize=8,
     )

@@ -59,6 +59,38 @@ def test_pictures(run, tmp_path):
     assert "dualpipe-v, 4 ranks" in words and "weight gradient, odd chunks" in words and "bubble" in words
 
 
+PLAN = ["--model", "llama2-7b", "--cluster", "h100x8", "--batch", 16]
+
+
+def test_the_memory_of_a_plan(run, tmp_path):
+    given = [*PLAN, "--plan", "pp=4,zero=1,micro_batch=1,recompute=full"]
+    code, out, _ = run("schedule", *given, "--output", tmp_path / "x.svg")
+    peak = json.loads(run("estimate", *given, "--json")[1])["memory"][0]["total"]
+    words = "".join(ElementTree.parse(tmp_path / "x.svg").getroot().itertext())
+    for text in (out, words):
+        assert f"Memory of rank 0: at most {peak / 2**30:.1f} GiB of 79.6" in text
+        assert "activations in flight" in text and "recomputed activations" in text and "whole backward" in text
+    rows = [line for line in out.splitlines() if line.endswith("s" * 20)]
+    assert code == 0 and 0 < len(rows) < 10
+    data = json.loads(run("schedule", *given, "--rank", 3, "--json")[1])["memory"]
+    assert data["rank"] == 3 and data["peak"] < peak and data["times"][0] == 0
+    assert all(len(values) == len(data["times"]) - 1 for values in data["parts"].values())
+
+
+def test_bad_input_for_a_plan(run):
+    plan = ["--plan", "pp=4"]
+    for given, message in (
+        (PLAN, "schedule takes --pp and --micro-batches, or --model, --cluster, --batch and --plan"),
+        (["--pp", 4, "--micro-batches", 8, "--rank", 0], "schedule takes --pp and --micro-batches, or --model"),
+        ([*PLAN, *plan, "--pp", 4], "--plan has the sizes, schedule and times of its pipeline"),
+        ([*PLAN, *plan, "--kind", "zb-v"], "--plan has the sizes, schedule and times of its pipeline"),
+        ([*PLAN, *plan, "--rank", 4], "rank must be from 0 to 3 for pp=4, got 4"),
+        ([*PLAN, "--plan", "pp=3"], "does not divide the 8 GPUs"),
+    ):
+        code, out, err = run("schedule", *given)
+        assert (code, out) == (2, "") and err.startswith("error: ") and message in err
+
+
 def test_bad_input(run, tmp_path):
     sizes = ["--pp", 4, "--micro-batches", 8]
     for extra, message in (
