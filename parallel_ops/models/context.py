@@ -107,8 +107,8 @@ class Context:
         return self
 
     def lengths(self, s: int) -> tuple[int, ...]:
-        """Number of tokens of each rank, of ``s`` in all."""
-        return lengths(self.cp_layout, s, self.ranks)
+        """Number of tokens of each rank, of ``s`` in all; with ``"auto"`` in another order if ranks differ."""
+        return lengths("balanced" if self.cp_layout == "auto" else self.cp_layout, s, self.ranks)
 
     def layout(self, s: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
         """The layout of sequences of ``s`` tokens in all, with documents that start at ``cu_seqlens``."""

@@ -25,6 +25,7 @@ def test_every_token_is_on_one_rank_in_order(kind, length, size):
     positions = [layout.positions(rank) for rank in range(size)]
     assert [len(p) for p in positions] == list(layout.lengths)
     assert max(layout.lengths) - min(layout.lengths) <= 1
+    assert sorted(layout.lengths) == sorted(token_ranges.lengths("balanced", length, size))
     assert sorted(torch.cat(positions).tolist()) == list(range(length))
     assert all(p.tolist() == sorted(p.tolist()) for p in positions)
     x = torch.randn(2, length, 3)

@@ -10,6 +10,7 @@ from torch import Tensor
 from parallel_ops.context_parallel import SequenceLayout, join_sequence
 from parallel_ops.layers.core_attention import unfused
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.context import Context
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from support.parallelism.layers import mesh_of
@@ -245,3 +246,7 @@ def test_wrong_options():
         Transformer(CONFIG, core_attention=unfused)(
             torch.zeros(4, 1, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])
         )
+
+
+def test_lengths_need_not_wait_for_the_layout_of_a_batch():
+    assert Context("Test", None, "auto", "ring").lengths(7) == (7,)
