@@ -6,10 +6,12 @@ share C / T + F (T / 2 + R) of the time; least for T = sqrt(2 C / F) (Young, CAC
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from parallel_ops.planner.checks import check_figures, unknown
+from parallel_ops.planner.checks import check_counts, check_figures, unknown
+from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.memory.adapters import saved_parameters
 from parallel_ops.planner.results import Estimate
 
@@ -22,6 +24,19 @@ _SAVED, _STORAGE = 12, 2e9
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Part of a run: ``tokens`` in steps of ``batch`` sequences of ``seq_length`` tokens."""
+
+    tokens: float
+    batch: int
+    seq_length: int
+
+    def __post_init__(self) -> None:
+        check_figures(self, ("tokens",))
+        check_counts(self, ("batch", "seq_length"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingRun:
     """A run.
 
@@ -30,6 +45,7 @@ class TrainingRun:
         mtbf: GPU hours between failures of a GPU or what it needs, so that a run of n GPUs fails every mtbf / n hours.
         checkpoint: seconds that training stops for a checkpoint; 0 for all states at 2 GB/s a node.
         restart: seconds from a failure to the next step, besides what is computed again.
+        phases: batch-size ramp and growth of sequences: what comes before the batch and sequences of the estimate.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -39,10 +55,13 @@ class TrainingRun:
     mtbf: float = GPU_HOURS_TO_FAILURE
     checkpoint: float = 0.0
     restart: float = RESTART
+    phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
         check_figures(self, ("tokens", "mtbf"))
         check_figures(self, ("checkpoint", "restart"), zero=True)
+        if (first := sum(phase.tokens for phase in self.phases)) > self.tokens:
+            raise ValueError(f"run: phases have {first:,.0f} tokens, but the run {self.tokens:,.0f}")
 
 
 class Expected(NamedTuple):
@@ -75,7 +94,8 @@ def expected(found: Estimate, run: TrainingRun, prices: Mapping[str, float] | No
     GPUs (1 without). Without the GPU's name ``Cluster.price`` counts.
 
     Raises:
-        ValueError: a price is of no GPU of the cluster, is negative, or failures leave no time to train.
+        ValueError: the plan cannot run a phase or does not fit in one, a price is of no GPU of the cluster, is
+            negative, or failures leave no time to train.
     """
     cluster, plan = found.cluster, found.plan
     kinds = [(part.gpu, part.gpus) for part in cluster.parts] or [(cluster.gpu, plan.gpus)]
@@ -96,12 +116,14 @@ def expected(found: Estimate, run: TrainingRun, prices: Mapping[str, float] | No
             f"run: with a failure every {1 / rate:,.0f} s, checkpoints of {saving:,.0f} s and restarts of "
             f"{run.restart:,.0f} s leave no time to train; fewer GPUs, faster checkpoints or a larger mtbf"
         )
-    seconds = run.tokens / found.tokens_per_second / goodput
+    parts = [(phase.tokens, _in_phase(found, phase)) for phase in run.phases]
+    parts.append((run.tokens - sum(phase.tokens for phase in run.phases), found))
+    seconds = sum(tokens / each.tokens_per_second for tokens, each in parts) / goodput
     hours = seconds / 3600
     kwh = sum(gpu.watts * count for gpu, count in kinds) * hours / 1000 * paid.get("pue", 1.0)
     return Expected(
         days=seconds / 86400,
-        steps=run.tokens / (plan.global_batch * found.model.seq_length),
+        steps=sum(tokens / (each.plan.global_batch * each.model.seq_length) for tokens, each in parts),
         goodput=goodput,
         failures=seconds * rate,
         interval=interval,
@@ -111,3 +133,16 @@ def expected(found: Estimate, run: TrainingRun, prices: Mapping[str, float] | No
         money=sum(paid.get(gpu.name, cluster.price) * count for gpu, count in kinds) * hours,
         energy=kwh * paid.get("kwh", 0.0),
     )
+
+
+def _in_phase(found: Estimate, phase: Phase) -> Estimate:
+    """The estimate of the same plan with the batch and the sequences of a phase."""
+    where = f"run: the phase of {phase.batch:,} x {phase.seq_length:,} tokens a step"
+    try:
+        plan = replace(found.plan, global_batch=phase.batch)
+        made = estimate(replace(found.model, seq_length=phase.seq_length), found.cluster, plan, software=found.software)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if (problem := memory_problem(found.cluster, plan, made.memory)) is not None:
+        raise ValueError(f"{where} does not fit: {problem.reason}")
+    return made

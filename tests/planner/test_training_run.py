@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
 from parallel_ops.planner import Plan, estimate, presets
 from parallel_ops.planner.cli import inputs
-from parallel_ops.planner.training_run import GPU_HOURS_TO_FAILURE, TrainingRun, expected
+from parallel_ops.planner.training_run import GPU_HOURS_TO_FAILURE, Phase, TrainingRun, expected
 
 CLUSTER = replace(presets.cluster("h100x64"), price=2.0)
 FOUND = estimate(presets.model("llama3-8b"), CLUSTER, Plan(dp=64, zero=3, micro_batch=1, global_batch=512))
@@ -76,7 +77,7 @@ def test_a_run_that_fails_all_the_time_is_refused():
     [("15T", 15e12, GPU_HOURS_TO_FAILURE), ("tokens=1e12,mtbf=2e4", 1e12, 2e4), ("300B", 3e11, GPU_HOURS_TO_FAILURE)],
 )  # fmt: skip
 def test_a_run_is_its_tokens_or_fields(text, tokens, mtbf):
-    assert (inputs.run(text).tokens, inputs.run(text).mtbf) == (tokens, pytest.approx(mtbf))
+    assert (inputs.run(text, 8192).tokens, inputs.run(text, 8192).mtbf) == (tokens, pytest.approx(mtbf))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +90,45 @@ def test_a_run_is_its_tokens_or_fields(text, tokens, mtbf):
 )  # fmt: skip
 def test_a_run_that_is_none_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        inputs.run(text)
+        inputs.run(text, 8192)
 
 
 def test_prices_may_be_json(tmp_path):
     path = tmp_path / "prices.json"
     path.write_text(json.dumps({"h100": 2.5}))
     assert inputs.prices(str(path)) == {"h100": 2.5} and inputs.prices(None) == {}
+
+
+def test_phases_take_the_steps_of_their_own_batch_and_sequence():
+    run = inputs.run("tokens=1T,mtbf=1e15,phases=1M@4096:252B/128:500B", 8192)
+    assert run.phases == (
+        Phase(tokens=252e9, batch=256, seq_length=4096),
+        Phase(tokens=500e9, batch=128, seq_length=8192),
+    )
+    short = estimate(replace(FOUND.model, seq_length=4096), CLUSTER, replace(FOUND.plan, global_batch=256))
+    small = estimate(FOUND.model, CLUSTER, replace(FOUND.plan, global_batch=128))
+    made = expected(FOUND, run)
+    steps = 252e9 / 2**20, 500e9 / 2**20, 248e9 / 2**22
+    seconds = sum(count * each.step for count, each in zip(steps, (short, small, FOUND), strict=True))
+    assert made.steps == pytest.approx(sum(steps))
+    assert made.days * made.goodput == pytest.approx(seconds / 86400)
+    assert made.days > expected(FOUND, replace(run, phases=())).days
+    whole = expected(FOUND, replace(run, phases=(Phase(tokens=1e12, batch=512, seq_length=8192),)))
+    assert whole.days == pytest.approx(expected(FOUND, replace(run, phases=())).days)
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ("4M", "a phase is BATCH:TOKENS or BATCH@SEQ:TOKENS, as 4M@4096:252M, got '4M'"),
+        ("4M@x:1B", "a phase is BATCH:TOKENS"),
+        ("4M@0:1B", "tokens of a sequence must be at least 1, got 0"),
+        ("x:1B", "--batch must be sequences"),
+        ("512:2T", "phases have 2,000,000,000,000 tokens, but the run 1,000,000,000,000"),
+        ("100:1B", "the phase of 100 x 8,192 tokens a step: Plan: global_batch must be a multiple of dp"),
+        ("64@1048576:1B", "the phase of 64 x 1,048,576 tokens a step does not fit: stage 0 needs"),
+    ],
+)
+def test_phases_that_cannot_run(phases, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        expected(FOUND, inputs.run(f"1T,phases={phases}", 8192))

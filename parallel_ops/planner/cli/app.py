@@ -186,7 +186,7 @@ def estimate_command(
         if problem is not None:
             typer.echo(f"does not fit: {problem[1]}", err=True)
         sys.exit(0 if problem is None else NO)
-    whole = expected(found, inputs.run(run), inputs.prices(prices)) if run else None
+    whole = expected(found, inputs.run(run, shape.seq_length), inputs.prices(prices)) if run else None
     if json:
         more = {"run": whole._asdict()} if whole else {}
         _print_json({"schema": SCHEMA, **json_data.estimate_data(found), **more})

@@ -19,7 +19,7 @@ from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
 from parallel_ops.planner.precision import FROZEN_BYTES
 from parallel_ops.planner.search.options import PLURALS, STATES, SearchOptions, default_options
-from parallel_ops.planner.training_run import TrainingRun
+from parallel_ops.planner.training_run import Phase, TrainingRun
 
 
 def documents(found: Model, text: str | None) -> Model:
@@ -204,13 +204,15 @@ def _check_value(name: str, value: Any) -> None:
         Plan(schedule=value, virtual_stages=2 if value in (*V_SHAPED, "interleaved") else 1)
 
 
-def run(text: str) -> TrainingRun:
+def run(text: str, seq_length: int) -> TrainingRun:
     """A training run: its tokens, ``15T``, or fields, ``tokens=15T,mtbf=50000,checkpoint=30,restart=600``.
+    ``phases=4M@4096:252M/8M:2.87T`` is a batch (see ``batch``), tokens of a sequence (``seq_length`` without) and the
+    tokens of each phase that comes first.
 
     Raises:
         ValueError: a field is unknown (with the nearest names) or no such number.
     """
-    given: dict[str, float] = {}
+    given: dict[str, Any] = {}
     known = [field.name for field in fields(TrainingRun)]
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -218,6 +220,9 @@ def run(text: str) -> TrainingRun:
             name, value = "tokens", name
         if name not in known:
             raise unknown("field of --run", name, known)
+        if name == "phases":
+            given[name] = tuple(_phase(each, seq_length) for each in value.split("/"))
+            continue
         try:
             given[name] = whole(value, binary=False)[0] if name == "tokens" else float(value)
         except ValueError:
@@ -227,6 +232,18 @@ def run(text: str) -> TrainingRun:
     if "tokens" not in given:
         raise ValueError("--run needs the tokens of the run: 15T, or tokens=15T")
     return TrainingRun(**given)
+
+
+def _phase(text: str, seq_length: int) -> Phase:
+    size, _, tokens = text.partition(":")
+    size, _, seq = size.partition("@")
+    try:
+        length, total = int(seq or seq_length), whole(tokens, binary=False)[0]
+    except ValueError:
+        raise ValueError(f"--run: a phase is BATCH:TOKENS or BATCH@SEQ:TOKENS, as 4M@4096:252M, got {text!r}") from None
+    if length < 1:
+        raise ValueError(f"--run: tokens of a sequence must be at least 1, got {length}")
+    return Phase(tokens=total, batch=batch(size, length), seq_length=length)
 
 
 def prices(name: str | None) -> dict[str, float]:

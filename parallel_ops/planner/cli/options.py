@@ -98,7 +98,8 @@ Run = Annotated[
     typer.Option(
         "--run",
         help="Days, GPU hours, money, energy of a run: its tokens (15T), or tokens=15T,mtbf=50000 (GPU hours), "
-        "checkpoint=30,restart=600 (seconds).",
+        "checkpoint=30,restart=600 (seconds); "
+        "phases=4M@4096:252M/8M:2T first takes these batches, tokens of a sequence, and tokens.",
     ),
 ]
 Prices = Annotated[str | None, typer.Option("--prices", help="JSON or TOML file: price of an hour by GPU, kwh, pue.")]
