@@ -144,9 +144,9 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "Tensor? cu_seqlens, Tensor? key_ranges, Tensor? dropout_seed, float softmax_scale, int? left, int? right, float "
       "softcap, float dropout_p, int first_head, str backend, str group, SymInt length, str cp_layout, int "
       "ulysses_degree, bool all_gather) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
-  m.def("grouped_linear(Tensor x, Tensor weight, Tensor ends, Tensor? bias) -> Tensor");
+  m.def("grouped_linear(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> Tensor");
   m.def(
-      "grouped_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor ends, bool[] needs) -> (Tensor, Tensor, "
+      "grouped_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor offs, bool[] needs) -> (Tensor, Tensor, "
       "Tensor)");
   m.def("advise_huge_pages_(Tensor(a!) t) -> ()");
   m.def(
@@ -157,7 +157,7 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "grad_z_sum, bool sigmoid, bool top_k_first, bool normalize, float scale) -> Tensor");
   m.def(
       "sort_by_expert(Tensor experts, int num_experts, int? capacity, int multiple) -> (Tensor rows, Tensor places, "
-      "Tensor ends)");
+      "Tensor offs)");
   m.def("permute(Tensor x, Tensor rows, Tensor places) -> Tensor");
   m.def("unpermute(Tensor y, Tensor rows, Tensor places, Tensor? weights) -> Tensor");
   m.def(

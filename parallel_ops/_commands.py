@@ -167,7 +167,7 @@ def calibrate_command(
     seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON, as it is in the file.")] = False,
 ) -> None:
-    """Measures products, attention, a layer, updates and collectives here.
+    """Measures matmuls, attention, a layer, updates and collectives here.
 
     Writes the cluster that `plan` takes by --cluster.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from parallel_ops.triton_kernels._launch import temporary
 
 # Partial sums per column of a bias gradient. 128 splits of the rows times the column blocks of a hidden size of
-# 4,096 and more keep an H200's 132 multiprocessors four programs deep, and cost 2% of the backward's traffic at
-# 8,192 rows. A constant, not the multiprocessor count, so that every GPU gives the same bits.
+# 4,096 and more keep an H200's 132 SMs four programs deep, and cost 2% of the backward's traffic at
+# 8,192 rows. A constant, not the SM count, so that every GPU gives the same bits.
 ROW_SPLITS = 128
 
 # Triton's interpreter knows no assembly.
@@ -167,7 +167,7 @@ def row_splits(rows: int, block_rows: int) -> int:
 def bias_gradient_cols(cols: int, dtype: torch.dtype, num_warps: int) -> int:
     """Columns of a program that sums over rows: four such blocks or more, so that narrow rows fill a GPU too.
 
-    Four times ``ROW_SPLITS`` programs are at least three for each of up to 170 multiprocessors.
+    Four times ``ROW_SPLITS`` programs are at least three for each of up to 170 SMs.
     """
     return min(vector_cols(dtype, num_warps), max(64, next_power_of_2(cdiv(cols, 4))))
 

@@ -2,7 +2,7 @@
 
 The programs that make parts are the first ones of a grid, the workers. Each stores its parts, passes a barrier and
 adds one to a counter. The programs behind them, the finishers, wait until the counter has all workers and add the
-parts of a few columns each, in an order that the shape alone sets: the same bits on every run. As multiprocessors take
+parts of a few columns each, in an order that the shape alone sets: the same bits on every run. As SMs take
 programs in the order of their numbers, no finisher holds a place that a worker waits for (scans of CUB rest on the
 same order), and they start where the first workers have ended. One program that added all parts of a column block
 would read them at the speed of one multiprocessor: 4 MB take it as long as the op itself.
@@ -63,7 +63,7 @@ def _reserved(device: torch.device) -> Tensor:
 
 
 def finish_cols(cols: int) -> int:
-    """Columns of a finisher, of ``cols`` in all sums: few, so that finishers are on most multiprocessors, each once."""
+    """Columns of a finisher, of ``cols`` in all sums: few, so that finishers are on most SMs, each once."""
     return 16 if cols < 4096 else 32 if cols <= 16384 else 128
 
 

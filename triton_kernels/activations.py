@@ -41,7 +41,7 @@ from parallel_ops.triton_kernels._math import LOG2_E, exp_nonpositive, reciproca
 NUM_WARPS = 4
 # Rows of a tile with all threads side by side, which is how many 16-byte loads of each operand a thread has in flight.
 # The forward's eight amortise what a program costs beside its elements, a tenth of the instructions at four. With two
-# inputs, four rows backward would take 185 registers a thread for sm_90 in bf16, and two programs fit a multiprocessor.
+# inputs, four rows backward would take 185 registers a thread for sm_90 in bf16, and two programs fit an SM.
 FORWARD_ROWS, BACKWARD_ROWS = 8, 4
 GATED_ROWS = 2
 # Column blocks and rows that a program adds at a time for the gradient of the weights of rows.

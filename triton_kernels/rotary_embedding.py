@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_ops.triton_kernels._common import aligned, cdiv, next_power_of_2, tile_of, to_acc, unit_of
 from parallel_ops.triton_kernels._launch import launch, remembered
 
-# Elements of a block: 16 a thread at 4 warps. A token of 32 heads of 128 takes two programs; a multiprocessor holds 16
+# Elements of a block: 16 a thread at 4 warps. A token of 32 heads of 128 takes two programs; an SM holds 16
 # of them, which is 64 KiB on the way in.
 BLOCK = 2048
 MAX_WARPS = 4

@@ -79,7 +79,7 @@ def command(
     Plain is what a PyTorch user writes today, scaled_dot_product_attention included; compiled and fused-compiled are
     the same models under torch.compile. All start from the same weights and see the same batches; they take turns step
     by step, each in its own process or processes, and each on the same CPU cores in all. Prints one table that compares
-    them, with the time of the matrix products of a step alone, and saves a plot of the loss curves and step times.
+    them, with the time of the matmuls of a step alone, and saves a plot of the loss curves and step times.
     The loss at the end is the mean over the last tenth of the steps.
 
     The processes are started here, by the launcher of parallel-ops train: over gloo on CPUs, over NCCL on as many GPUs.

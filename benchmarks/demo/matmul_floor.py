@@ -1,4 +1,4 @@
-"""The matrix products of a training step alone: a lower bound of the step time."""
+"""The matmuls of a training step alone: a lower bound of the step time."""
 
 import math
 import time
@@ -21,7 +21,7 @@ class Timed(NamedTuple):
 
 
 class Products:
-    """Every matrix product of a step of a run, forward and backward, on matrices allocated once."""
+    """Every matmul of a step of a run, forward and backward, on matrices allocated once."""
 
     def __init__(self, settings: Settings) -> None:
         self.device = device = torch.device("cuda" if uses_cuda(settings) else "cpu")
@@ -45,7 +45,7 @@ class Products:
 
 
 def _shapes(config: TransformerConfig, sequences: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(matrices, rows, columns, inner, times) of each kind of product in the forward.
+    """(matrices, rows, columns, inner, times) of each kind of matmul in the forward.
 
     Causal attention needs half of the scores: half of the queries are counted, with all keys.
     """

@@ -45,7 +45,7 @@ def speed_up(plain: Run, fused: Run) -> float:
 
 
 def table(settings: Settings, runs: Sequence[Run], products: Run) -> Table:
-    """One column for each run; below them the comparison of the others with the first, and with the products alone."""
+    """One column for each run; below them the comparison of the others with the first, and with the matmuls alone."""
     tokens = settings.plan.global_batch * settings.seq_length
     out = options.table("", *(run.name for run in runs))
     out.add_row("loss at the start", *(f"{run.losses[0]:.4f}" for run in runs))

@@ -44,7 +44,7 @@ from parallel_ops.train.trainer import Trainer
 
 # The models that train on one process: plain PyTorch and this package, each eager and compiled whole.
 ALONE = ("plain", "compiled", "fused", "fused-compiled")
-# Not a model: the matrix products of a step, which every model computes.
+# Not a model: the matmuls of a step, which every model computes.
 PRODUCTS = "products"
 COMPILED = ("compiled", "fused-compiled")
 # Seconds from one look at the results of a turn to the next, and for processes to end by themselves.

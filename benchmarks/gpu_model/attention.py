@@ -1,7 +1,7 @@
 """How full the attention kernels keep a GPU: the programs of a launch, scheduled in their order.
 
-A multiprocessor that has a place takes the next program. A program takes as long as it has tiles, and one more to begin
-and end. The grid, its order and its tiles are those that the launcher chooses; how many programs a multiprocessor has a
+A SM that has a place takes the next program. A program takes as long as it has tiles, and one more to begin
+and end. The grid, its order and its tiles are those that the launcher chooses; how many programs an SM has a
 place for is that of the compiled kernel.
 """
 
@@ -95,7 +95,7 @@ def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
 def launched_grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[tuple[Grid, Any]]:
     """Grids and launches of a forward and a backward in bfloat16, as the launchers choose them for the device.
 
-    ``compiled``: for each, how many programs a multiprocessor has a place for; otherwise one.
+    ``compiled``: for each, how many programs an SM has a place for; otherwise one.
     """
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
     from parallel_ops.triton_kernels.attention import grids as chosen

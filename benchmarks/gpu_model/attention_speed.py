@@ -1,12 +1,12 @@
 """TFLOP/s that the attention kernels should reach: time on the tensor cores beside that of the softmax.
 
-The unmasked loop of the machine code is one tile. Its products take the tensor cores as long as they multiply or, if
+The unmasked loop of the machine code is one tile. Its matmuls take the tensor cores as long as they multiply or, if
 that is longer, as their operands take to come from shared memory; its instructions take issue slots, its exponentials
-the special function units, its keys and values come from L2. How many tiles a multiprocessor works through is what
+the special function units, its keys and values come from L2. How many tiles an SM works through is what
 ``attention.py`` schedules.
 
-Two speeds: where nothing of a tile hides beside its products, and where the shorter of both hides wholly. Two groups of
-warps, each of which waits for its products before its softmax, are between the two; barriers and waits come on top.
+Two speeds: where nothing of a tile hides beside its matmuls, and where the shorter of both hides wholly. Two groups of
+warps, each of which waits for its matmuls before its softmax, are between the two; barriers and waits come on top.
 """
 
 import functools
@@ -22,7 +22,7 @@ from benchmarks.gpu_model.devices import CLONE, ISSUE_SLOTS, L2_BYTES, LAUNCH_GA
 from benchmarks.ops import flash_attention
 
 # Multiply-adds a cycle of a multiprocessor's tensor cores in 16 bits, and TFLOP/s of all as specified for dense
-# products: whitepapers of A100 and H100, datasheets of H100, H200 and HGX B200. The clock of products follows.
+# matmuls: whitepapers of A100 and H100, datasheets of H100, H200 and HGX B200. The clock of matmuls follows.
 MULTIPLY_ADDS = {80: 1024, 90: 2048, 100: 4096}
 PEAKS = {"A100": 312.0, "H100 PCIe": 756.0, "H100 SXM": 989.4, "H200": 989.4, "B200": 2250.0}
 # Bytes a cycle of shared memory: 32 banks of 4 bytes (CUDA C++ Programming Guide).
@@ -35,7 +35,7 @@ _PRODUCTS = {"_forward_kernel": 2, "_keys_kernel": 4, "_queries_kernel": 3}
 
 @dataclass(frozen=True)
 class Tile:
-    """Cycles of a multiprocessor for one tile of scores; ``least``: of products at the peak."""
+    """Cycles of an SM for one tile of scores; ``least``: of matmuls at the peak."""
 
     least: float
     products: float
@@ -88,9 +88,9 @@ def _of_warpgroup(name: str, operands: str) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """TFLOP/s as papers count them: two products of the visible half forward, five backward.
+    """TFLOP/s as papers count them: two matmuls of the visible half forward, five backward.
 
-    ``apart``: nothing hides beside products. ``beside``: all that can.
+    ``apart``: nothing hides beside matmuls. ``beside``: all that can.
     """
 
     apart: float
@@ -145,7 +145,7 @@ def measured(folder: Path) -> dict[tuple[str, str, str], float]:
 
 
 def _rounds(grid: Grid, device: Device) -> float:
-    """Tiles of the multiprocessor that ends last."""
+    """Tiles of the SM that ends last."""
     places, times = device.multiprocessors * grid.resident, grid.times()
     return sum(times) / (attention.busy(times, places) * device.multiprocessors)
 

@@ -27,7 +27,7 @@ LATENCY = 700e-9
 L2_LATENCY = 300e-9
 # From the last program of a launch to the first of the next on the same stream, within 1 to 3 us. Assumed.
 LAUNCH_GAP = 2e-6
-# Bytes that L2 delivers to a multiprocessor a cycle: 5120 for the 108 of an A100 (its whitepaper); assumed elsewhere.
+# Bytes that L2 delivers to an SM a cycle: 5120 for the 108 of an A100 (its whitepaper); assumed elsewhere.
 L2_BYTES = 5120 / 108
 
 
@@ -46,7 +46,7 @@ class Device:
         return CLONE * self.bandwidth
 
     def resident(self, registers: int, warps: int, shared_bytes: int) -> int:
-        """Programs that fit a multiprocessor at a time."""
+        """Programs that fit an SM at a time."""
         a_warp = -(-32 * registers // _REGISTER_UNIT) * _REGISTER_UNIT
         shared = -(-(shared_bytes + _RESERVED_SHARED) // _SHARED_UNIT) * _SHARED_UNIT
         return min(BLOCKS, WARPS // warps, REGISTERS // (a_warp * warps), SHARED_MEMORY[self.capability] // shared)

@@ -101,7 +101,7 @@ def facts(report: Report, capability: int) -> Facts:
 
 @contextlib.contextmanager
 def _multiprocessors(count: int) -> Iterator[None]:
-    """Launchers that ask how many multiprocessors there are get this answer."""
+    """Launchers that ask how many SMs there are get this answer."""
     from parallel_ops import triton_kernels
     from parallel_ops.triton_kernels import _common
 

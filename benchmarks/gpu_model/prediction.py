@@ -15,7 +15,7 @@ from benchmarks.gpu_model.devices import (
 from benchmarks.gpu_model.facts import Facts
 
 _KEPT = 0.75  # of L2, before what is read again has been evicted. Assumed.
-# Memory and multiprocessors that work beside each other do not hide each other wholly: their times are added to this
+# Memory and SMs that work beside each other do not hide each other wholly: their times are added to this
 # power. Where both take as long, the launch takes 1.26 times that; where one needs two thirds of the other, 1.09 times.
 # Chosen by what was measured on an H100; see ``docs/gpu_model.md``.
 OVERLAP = 3.0
@@ -48,7 +48,7 @@ class Launch:
 
     @property
     def together(self) -> float:
-        """With work for all multiprocessors."""
+        """With work for all SMs."""
         return beside(self.seconds.get("bytes", 0.0), self.seconds[self.rest])
 
     @property
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def lost(self) -> dict[str, float]:
-        """Seconds beyond a clone's by cause: more bytes than the least, what does not hide behind them, multiprocessors
+        """Seconds beyond a clone's by cause: more bytes than the least, what does not hide behind them, SMs
         without work, sums finished at the end, gaps between launches."""
         workers = [x for x in self.launches if not x.facts.waits]
         lost = dict.fromkeys(("bytes", "waves", "sums", "launches"), 0.0)
@@ -122,7 +122,7 @@ class Prediction:
 
 
 def wave_efficiency(programs: int, multiprocessors: int, resident: int) -> float:
-    """The share of the time that multiprocessors have work, if all programs take as long and start together."""
+    """The share of the time that SMs have work, if all programs take as long and start together."""
     if programs > multiprocessors * resident:  # as one ends the next begins; see ``launch`` for the last ones
         return 1.0
     return programs / (multiprocessors * -(-programs // multiprocessors))
@@ -184,7 +184,7 @@ def launch(facts: Facts, device: Device) -> Launch:
     if facts.programs > slots:  # the last programs run while nothing else does
         longest = max(seconds.values())
         efficiency = longest / (longest + alone)
-    elif facts.programs <= device.multiprocessors:  # idle multiprocessors do not make latency longer
+    elif facts.programs <= device.multiprocessors:  # idle SMs do not make latency longer
         seconds["latency"] *= efficiency
     return Launch(facts, resident, facts.programs / slots, efficiency, moved, seconds)
 

@@ -56,18 +56,18 @@ def blocks(rank: int, size: int, kind: str, store: str) -> None:
 
 
 def float8_experts(rank: int, size: int, kind: str, store: str) -> None:
-    """Grouped products in float8, of every recipe that the GPU has, with experts that have no rows."""
-    ends = torch.tensor([0, 128, 128, 384], device=device_of(kind))
+    """Grouped matmuls in float8, of every recipe that the GPU has, with experts that have no rows."""
+    offs = torch.tensor([0, 128, 128, 384], device=device_of(kind))
     x, weight = (_drawn(*s, seed=i, kind=kind).requires_grad_() for i, s in enumerate(((512, 256), (4, 128, 256))))
     grad = _drawn(512, 128, seed=2, kind=kind)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    true = grouped_linear(wide[0], wide[1], ends)
+    true = grouped_linear(wide[0], wide[1], offs)
     expected = [true.detach(), *torch.autograd.grad(true, wide, grad.double())]
     found = [name for name in RECIPES if kind == "cpu" or not device_problem(device_of(kind), name)]
     if not found:
         raise ValueError("this GPU has no float8 products")
     for recipe in found:
-        y = float8_grouped_linear(x, weight, ends, recipe=recipe, emulated=kind == "cpu")  # type: ignore[arg-type]
+        y = float8_grouped_linear(x, weight, offs, recipe=recipe, emulated=kind == "cpu")  # type: ignore[arg-type]
         results = [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
         for name, got, wanted in zip(("y", "the gradient of x", "that of weight"), results, expected, strict=True):
             _check(f"{recipe}, {name}", got, wanted, _E4M3)
@@ -88,8 +88,8 @@ def _float8(kind: str, recipe: Any) -> None:
 
 
 def experts(rank: int, size: int, kind: str, store: str) -> None:
-    """Grouped products with experts that have no rows, whose gradients are zero, in memory that held NaN."""
-    ends = torch.tensor([0, 96, 96, 100, 256, 256], dtype=torch.int64, device=device_of(kind))
+    """Grouped matmuls with experts that have no rows, whose gradients are zero, in memory that held NaN."""
+    offs = torch.tensor([0, 96, 96, 100, 256, 256], dtype=torch.int64, device=device_of(kind))
     x, weight = _drawn(256, 64, seed=0, kind=kind), _drawn(6, 128, 64, seed=1, kind=kind)
     # Freed memory is what the results are allocated from.
     poison = [torch.full((6, 128, 64), torch.nan, device=x.device, dtype=x.dtype) for _ in range(8)]
@@ -97,7 +97,7 @@ def experts(rank: int, size: int, kind: str, store: str) -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         rows, matrices = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
-        y = grouped_linear(rows, matrices, ends)
+        y = grouped_linear(rows, matrices, offs)
         results.append([y.detach(), *torch.autograd.grad(y.sum(), (rows, matrices))])
     for name, found, true in zip(("y", "the gradient of x", "the gradient of weight"), *results, strict=True):
         _check(name, found, true, 4 * _BF16)
@@ -106,7 +106,7 @@ def experts(rank: int, size: int, kind: str, store: str) -> None:
 
 
 def weight_gradients(rank: int, size: int, kind: str, store: str) -> None:
-    """bfloat16 factors added to an fp32 main gradient without rounding the product."""
+    """bfloat16 factors added to an fp32 main gradient without rounding the matmul."""
     dz, h = _drawn(512, 96, seed=0, kind=kind), _drawn(512, 160, seed=1, kind=kind)
     total = _drawn(96, 160, seed=2, kind=kind, dtype=torch.float32)
     true = total.double() + dz.double().t() @ h.double()

@@ -1,6 +1,6 @@
 """``python -m benchmarks.gpu_session.machine``: versions, which attention torch takes, and what the GPU reaches.
 
-Ceilings are a clone of 1 GiB and a product of 8192 x 8192 x 8192 in bfloat16, medians of events.
+Ceilings are a clone of 1 GiB and a matmul of 8192 x 8192 x 8192 in bfloat16, medians of events.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ def attention_taken(device: torch.device) -> str:
 
 
 def ceilings(device: torch.device, clone_bytes: int, size: int) -> tuple[float, float]:
-    """(GB/s that a clone moves, TFLOP/s of a square product)."""
+    """(GB/s that a clone moves, TFLOP/s of a square matmul)."""
     source = torch.randn(clone_bytes // 2, device=device).to(torch.bfloat16)
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     stats = take_turns({"clone": source.clone, "product": lambda: a @ b}, device_timer(device, repeat=2), Rounds(10))

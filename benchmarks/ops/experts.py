@@ -68,13 +68,13 @@ def tokens_and_order(shape: Shape, dtype: torch.dtype, device: torch.device) -> 
     return x, weights.requires_grad_(), *(t.to(device) for t in order_of(shape))
 
 
-def there_and_back(x: Tensor, weights: Tensor, rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-    order = ExpertOrder(rows, places, ends)
+def there_and_back(x: Tensor, weights: Tensor, rows: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    order = ExpertOrder(rows, places, offs)
     return unpermute(permute(x, order), order, weights)
 
 
-def permute_eager(x: Tensor, weights: Tensor, rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-    """Transformers' composite for grouped products: a gather, a product in the dtype of x, and a sum over choices."""
+def permute_eager(x: Tensor, weights: Tensor, rows: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    """Transformers' composite for grouped matmuls: a gather, a matmul in the dtype of x, and a sum over choices."""
     tokens, top_k = places.shape
     y = x[rows.long() // top_k]
     scaled = y * weights.flatten()[rows.long()].unsqueeze(-1)

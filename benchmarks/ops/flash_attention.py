@@ -94,7 +94,7 @@ def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
 
 
 def flops(shape: Shape, direction: str) -> float:
-    """Operations of the causal half: two products forward, five backward, as papers count them."""
+    """Operations of the causal half: two matmuls forward, five backward, as papers count them."""
     b, h, s, d = shape[:4]
     return {"forward": 1.0, "backward": 2.5, "full": 3.5}[direction] * 4 * b * h * d * s * s / 2
 

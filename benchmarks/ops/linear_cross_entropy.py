@@ -41,7 +41,7 @@ def cce() -> Provider:
 def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
     rows, vocab, size = shape
     inputs = (rows + vocab) * size * dtype.itemsize
-    return Traffic(forward=inputs, backward=2 * inputs)  # time goes into the products of matrices, not into these
+    return Traffic(forward=inputs, backward=2 * inputs)  # time goes into the matmuls, not into these
 
 
 def shapes(device: str, dtype: torch.dtype, quick: bool) -> list[Shape]:

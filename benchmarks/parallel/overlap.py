@@ -4,16 +4,16 @@
     torchrun --nproc-per-node 8 -m benchmarks overlap --transport c10d      processes: gloo or torch's NCCL
     torchrun --nproc-per-node 8 -m benchmarks overlap --transport nccl      GPUs: the package's own communicator
 
-For each product of a layer, on one rank of ``size``:
+For each matmul of a layer, on one rank of ``size``:
 
-    gemm        the whole product, all data there
+    gemm        the whole matmul, all data there
     comm        the all-gather of its input, or the reduce-scatter of its output with the sum, and nothing else
     unfused     one after the other: the op with overlap="off"
     overlapped  the op with the number of chunks that is fastest
-    chunked     the products that the overlapped op makes, without communication
+    chunked     the matmuls that the overlapped op makes, without communication
 
     efficiency    (gemm + comm - overlapped) / min(gemm, comm)     1: all that can be hidden is hidden
-    chunking tax  chunked / gemm                                   what smaller products cost
+    chunking tax  chunked / gemm                                   what smaller matmuls cost
     ideal         gather  max(gemm, comm + gemm / size)            the last shard must arrive and be multiplied
                   scatter max(gemm + comm / size, gemm / size + comm)
 
@@ -49,19 +49,19 @@ from parallel_ops.tensor_parallel.linear.chunked import (
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
 from parallel_ops.train.launch.malloc import keep_freed_memory
 
-# Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
+# Dense bfloat16 matmuls as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12
 REFERENCE_ITEMSIZE = 2
 CHUNKS = CANDIDATES[1:]
 _LINKS = (45.0, 170.0, 370.0, 450.0)  # GB/s: a network port, PCIe 5 and NVLink in practice and by the data sheet
 _TRANSPORTS = ("paced", "c10d", "nccl")
-_CPU_SCALE = 4  # smaller products take so little that Python between them shows, as it does not on a GPU
+_CPU_SCALE = 4  # smaller matmuls take so little that Python between them shows, as it does not on a GPU
 _OP = "bench_overlap"
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """One product of a layer, whole: ``[rows, inner] @ [inner, columns]``.
+    """One matmul of a layer, whole: ``[rows, inner] @ [inner, columns]``.
 
     A "gather" splits its columns over the ranks and gathers its rows; a "scatter" splits ``inner`` and scatters rows.
     """
@@ -91,14 +91,14 @@ class Gemm:
         return self.sent(size, REFERENCE_ITEMSIZE) / bandwidth / (self.flops(size) / REFERENCE_FLOPS)
 
     def local(self, size: int) -> tuple[int, int]:
-        """Columns and inner size of one rank's product."""
+        """Columns and inner size of one rank's matmul."""
         if self.phase == "gather":
             return self.columns // size, self.inner
         return self.columns, self.inner // size
 
 
 def gemms() -> list[Gemm]:
-    """The products of one layer, for 8192 tokens (Llama 2 70B, arXiv:2307.09288; GPT-3 175B, arXiv:2005.14165)."""
+    """The matmuls of one layer, for 8192 tokens (Llama 2 70B, arXiv:2307.09288; GPT-3 175B, arXiv:2005.14165)."""
     tokens = 8192
     llama = {"hidden": 8192, "qkv": (64 + 2 * 8) * 128, "fc1": 2 * 28672, "ffn": 28672}
     gpt = {"hidden": 12288, "qkv": 3 * 12288, "fc1": 49152, "ffn": 49152}
@@ -155,7 +155,7 @@ def derived(seconds: dict[str, float], size: int, phase: str) -> dict[str, float
 
 
 def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.device) -> dict[str, Call]:
-    """Every measured call of one product: gemm, comm, unfused, and overlapped and chunked by number of chunks."""
+    """Every measured call of one matmul: gemm, comm, unfused, and overlapped and chunked by number of chunks."""
     size, rank = transport.size, transport.rank
     rows = [gemm.rows // size] * size
     gathers = gemm.phase == "gather"
@@ -194,7 +194,7 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
 
 
 def proportionate(gemm: Gemm, size: int, dtype: torch.dtype) -> float:
-    """Bytes that a rank sends, per second of its product on this CPU: a link with comm / gemm = 1."""
+    """Bytes that a rank sends, per second of its matmul on this CPU: a link with comm / gemm = 1."""
     columns, inner = gemm.local(size)
     x, weight = torch.randn(gemm.rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
     timer = HostTimer(torch.device("cpu"))
@@ -214,7 +214,7 @@ def main(
     quick: options.Quick = False,
     output: options.Output = None,
 ) -> None:
-    """Communication hidden by the overlapped linears, for each product of a Llama-70B and a GPT-175B layer.
+    """Communication hidden by the overlapped linears, for each matmul of a Llama-70B and a GPT-175B layer.
 
     Rows go to benchmarks/results/DEVICE-overlap.csv, those of --quick to benchmarks/results/quick.
     """

@@ -1,7 +1,7 @@
 """The pipeline's executor: bubbles beside the planner's, host time of an action, tokens a second of a model.
 
     python -m benchmarks pipeline [--seconds 0.2] [--micro-batches 8]     stages that sleep for F, I and W
-    python -m benchmarks pipeline --host                                  an action without a message or a product
+    python -m benchmarks pipeline --host                                  an action without a message or a matmul
     python -m benchmarks pipeline --model [--rounds 7]                    two stages beside one process
 
 Stages that sleep need no cores, so their bubble is that of the schedule and of the executor, whatever the machine. The

@@ -6,7 +6,7 @@
 Random models of 4 layers with hidden size 512, 8 heads of 64 and a vocabulary of 16,384; 512 tokens with labels,
 forward and backward, dropout as in the model's default configuration. Mixtral has 8 experts of width 1,408, 2 a token,
 Qwen3-MoE 64 of width 256, 8 a token; "eager experts" is their loop over experts, stock their default, torch's grouped
-product. With --large, for GPUs, 4 layers of Llama 3.2 1B:
+matmul. With --large, for GPUs, 4 layers of Llama 3.2 1B:
 hidden size 2,048, 32 heads and 8 key heads of 64, a vocabulary of 128,256, 4,096 tokens a sequence. Stock is what
 ``from_pretrained`` gives: eager mode with SDPA. Variants take turns in each round, so a slow spell of the machine falls
 on all alike. Peak memory is that of tensors beyond the parameters, their gradients included.

@@ -1,11 +1,11 @@
-"""The experts of a transformer layer: ours, Transformers' two ways, and the matrix products alone.
+"""The experts of a transformer layer: ours, Transformers' two ways, and the matmuls alone.
 
     python -m benchmarks moe [--dtype bfloat16] [--case "64 top 2"] [--rounds 15] [--cpu-time]
         [--keep-memory]
 
 A layer of Qwen3-MoE, forward and backward, of 2,048 tokens with hidden size 512 by default: router, choice of the
 experts, gate and up projection, SwiGLU, down projection, weighted sum; gradients of tokens, router and experts. The
-products alone are those of both projections, of their inputs' and of their weights' gradients: ``torch.mm`` an expert
+matmuls alone are those of both projections, of their inputs' and of their weights' gradients: ``torch.mm`` an expert
 into memory that is there already, for the same rows of each expert, and nothing else. All arms get the same weights and
 take turns in each round, so a slow spell of the machine falls on all alike. glibc returns freed memory to the system,
 and each step faults in pages anew; with ``--keep-memory`` all arms keep it, as the trainer does.
@@ -71,8 +71,8 @@ class Layer(NamedTuple):
 def ours(layer: Layer, top_k: int) -> Tensor:
     routing = route(F.linear(layer.x, layer.router), top_k)
     order = sort_by_expert(routing.experts, len(layer.router))
-    h = bias_swiglu(grouped_linear(permute(layer.x, order), layer.gate_up, order.ends))
-    return unpermute(grouped_linear(h, layer.down, order.ends), order, routing.weights)
+    h = bias_swiglu(grouped_linear(permute(layer.x, order), layer.gate_up, order.offs))
+    return unpermute(grouped_linear(h, layer.down, order.offs), order, routing.weights)
 
 
 def transformers_layer(case: Case, layer: Layer, implementation: str) -> Callable[[], Tensor]:
@@ -98,11 +98,11 @@ def transformers_layer(case: Case, layer: Layer, implementation: str) -> Callabl
 
 
 def products(case: Case, layer: Layer) -> Call:
-    """The products of forward and backward, an expert at a time, into buffers."""
+    """The matmuls of forward and backward, an expert at a time, into buffers."""
     with torch.no_grad():
         routing = route(F.linear(layer.x, layer.router), case.top_k)
         order = sort_by_expert(routing.experts, case.experts)
-        bounds = [0, *order.ends.tolist()]
+        bounds = [0, *order.offs.tolist()]
         x = permute(layer.x, order)
         of_gate_up = torch.randn(len(x), 2 * case.ffn).to(x.dtype)
         h, y = torch.randn(len(x), case.ffn).to(x.dtype), torch.randn_like(x)
@@ -159,7 +159,7 @@ def main(
         bool, typer.Option("--keep-memory", help="Freed memory is kept, as by the trainer.")
     ] = False,
 ) -> None:
-    """Times of forward and backward, over those of the products alone, and of Transformers' over ours."""
+    """Times of forward and backward, over those of the matmuls alone, and of Transformers' over ours."""
     names = [c.name for c in _CASES]
     options.check("dtype", dtype, _DTYPES)
     options.check("case", case, names)

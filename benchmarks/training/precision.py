@@ -1,9 +1,9 @@
-"""Losses of small models in every precision of products, beside those in bfloat16.
+"""Losses of small models in every precision of matmuls, beside those in bfloat16.
 
     python -m benchmarks precision [--steps 300] [--model dense]
 
 A dense model and one with experts, 2 layers of width 128, learn the bytes of this repository's pages, in one process.
-All layers are in float8 (``fp8_bf16_layers = 0``), on a GPU that has a recipe by its products, elsewhere emulated. The
+All layers are in float8 (``fp8_bf16_layers = 0``), on a GPU that has a recipe by its matmuls, elsewhere emulated. The
 loss is the mean of the last third of the steps, and ``percent`` its distance from that of bfloat16, which starts with
 the same weights and sees the same batches. At a rate of 3e-3, and of the last tenth, it is 1 % more or less by chance.
 """

@@ -14,7 +14,7 @@ class Rates:
     """Assumed rates of a device and its links.
 
     Attributes:
-        flops: of large products, per second.
+        flops: of large matmuls, per second.
         bandwidth: bytes per second that one rank sends.
         latency: seconds of a message.
     """
@@ -27,10 +27,10 @@ class Rates:
 # Of A100, H100 and B200, by major compute capability: dense 16-bit FLOP/s and NVLink one way, bytes per second.
 _SHEETS = {8: (312e12, 300e9), 9: (989.5e12, 450e9), 10: (2250e12, 900e9)}
 
-# What large products and messages reach of data sheets; assumed.
+# What large matmuls and messages reach of data sheets; assumed.
 _FLOPS_SHARE, _LINK_SHARE = 0.66, 0.8
 
-# How much slower than in 16 bits products are.
+# How much slower than in 16 bits matmuls are.
 _SLOWDOWN = {torch.float32: 15.0, torch.float64: 15.0}
 
 # One 400 Gbit/s network card for each GPU, where a group has ranks on several nodes.
@@ -38,7 +38,7 @@ _NETWORK = 45e9
 
 
 def rates_of_sheet(flops: float, link: float) -> Rates:
-    """Rates by a data sheet: dense FLOP/s of products, and bytes per second of the link one way."""
+    """Rates by a data sheet: dense FLOP/s of matmuls, and bytes per second of the link one way."""
     return Rates(_FLOPS_SHARE * flops, _LINK_SHARE * link)
 
 

@@ -1,11 +1,11 @@
 """Rows of all ranks of a node, pulled by copy engines, each shard followed by a flag. Not yet run on several GPUs.
 
-    current stream   copy own rows to the workspace | barrier | own flag | product that waits for flags | join
+    current stream   copy own rows to the workspace | barrier | own flag | matmul that waits for flags | join
     side stream                                       pull, flag, pull, flag, ... (next rank first) | barrier
 
 Every rank maps the workspaces of its peers (torch's symmetric memory). The first barrier says that all ranks have
 published their rows, the second that all have pulled, so the next call may overwrite them. Pulls and flags need no
-multiprocessor, and all of them are enqueued before the product: it may hold every multiprocessor while it waits, and
+SM, and all of them are enqueued before the matmul: it may hold every SM while it waits, and
 streams may share one hardware queue.
 
 Flags are zeros of each call, so a call can be captured in a CUDA graph, once the workspace has its size.
@@ -102,9 +102,9 @@ class Pulls:
 
     def multiply(self, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """``out = whole weight^T + bias``, each tile as soon as its rows are there; 16 bits, ``weight`` ``[N, K]``."""
-        from parallel_ops.triton_kernels.gated_product import gated_product
+        from parallel_ops.triton_kernels.gated_matmul import gated_matmul
 
-        gated_product(self.whole, weight, bias, out, self.flags, READY, self.peers.rank, self.peers.size)
+        gated_matmul(self.whole, weight, bias, out, self.flags, READY, self.peers.rank, self.peers.size)
 
     def wait(self) -> None:
         """The current stream waits for all rows. Call it once, after what waits for flags has been enqueued."""

@@ -21,8 +21,8 @@ from parallel_ops._internal.distributed.compat import in_backward
 from parallel_ops.ops import Routing
 
 
-class Elsewhere(Protocol):
-    """Loads of layers in other stages, as ``pipeline_parallel.loads.Place``.
+class GlobalExpertLoad(Protocol):
+    """Loads of layers in other stages, as ``pipeline_parallel.loads.StageExpertLoad``.
 
     Attributes:
         layers: Those that have experts, in all stages.
@@ -51,7 +51,7 @@ class AuxiliaryLosses:
 
     def __init__(
         self, aux: float, z: float = 0.0, *, over_model: bool = False, scale: Tensor | float | None = None,
-        ranks: int = 1, elsewhere: Elsewhere | None = None,
+        ranks: int = 1, elsewhere: GlobalExpertLoad | None = None,
     ) -> None:  # fmt: skip
         self.elsewhere = elsewhere
         self.aux, self.z, self.over_model, self.scale, self.ranks = aux, z, over_model, scale, ranks

@@ -22,17 +22,17 @@ from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.ops import ExpertOrder, permute, sort_by_expert, unpermute
 
 
-class Arrived(NamedTuple):
+class ExpertInputs(NamedTuple):
     """The rows of this rank's experts.
 
     Attributes:
         rows: ``[r, h]``, ordered by expert, then by sending rank, then by token.
-        ends: ``[num_experts / P]`` int32, the end of each expert's rows.
+        offs: ``[num_experts / P]`` int32, the end of each expert's rows.
         weights: ``[r]``, the weight of each row, or ``None``.
     """
 
     rows: Tensor
-    ends: Tensor
+    offs: Tensor
     weights: Tensor | None
 
 
@@ -55,7 +55,7 @@ class Dispatch:
         multiple: of what the rows of each expert are padded to, with zeros.
 
     Attributes:
-        under_way: of each chunk, the rows and, where they are sent, the weights. ``arrive`` takes them back, so that a
+        in_flight: of each chunk, the rows and, where they are sent, the weights. ``receive`` takes them back, so that a
             module between may put its hooks on their gradients.
 
     Raises:
@@ -77,10 +77,10 @@ class Dispatch:
         if group is None:
             padded = capacity is None or capacity % multiple == 0
             self._order = sort_by_expert(experts, num_experts, capacity=capacity, multiple=multiple if padded else 1)
-            self.under_way = [self._permuted(x, weights)]
+            self.in_flight = [self._permuted(x, weights)]
             if not padded and capacity is not None:  # dropped first, as without a multiple
                 self._tables = [torch.full((1, num_experts), capacity, device=x.device)]
-                self._received = [[len(self.under_way[0][0])]]
+                self._received = [[len(self.in_flight[0][0])]]
             return
         ranks = group.size()
         if chunks > 1:  # chunk by chunk, and in each rank by rank
@@ -99,33 +99,33 @@ class Dispatch:
             [Exchange(piece, sent, received, group) for piece in of_chunk]
             for of_chunk, sent, received in zip(pieces, self._sent, self._received, strict=True)
         ]
-        self.under_way = [[exchange.rows for exchange in exchanges] for exchanges in self._leaving]
+        self.in_flight = [[exchange.rows for exchange in exchanges] for exchanges in self._leaving]
 
     def _permuted(self, x: Tensor, weights: Tensor | None) -> list[Tensor]:
         rows, own = permute(x, self._order), None if weights is None else _of_rows(weights, self._order.rows)
         return [rows] if own is None else [rows, own]
 
-    def arrive(self, under_way: Sequence[Tensor], chunk: int = 0) -> Arrived:
+    def receive(self, in_flight: Sequence[Tensor], chunk: int = 0) -> ExpertInputs:
         """The rows of a chunk's experts on this rank. Called once for each chunk, in their order.
 
         Args:
-            under_way: those of the chunk, or what a module's hooks made of them.
+            in_flight: those of the chunk, or what a module's hooks made of them.
         """
         if not self._tables:
-            return Arrived(under_way[0], self._order.ends, under_way[1] if len(under_way) > 1 else None)
+            return ExpertInputs(in_flight[0], self._order.offs, in_flight[1] if len(in_flight) > 1 else None)
         # What a rank receives is ordered by sender and expert.
         table, total = self._tables[chunk], sum(self._received[chunk])
         ids = torch.arange(table.shape[1], device=table.device).repeat(table.shape[0])
         ids = ids.repeat_interleave(table.flatten(), output_size=total)
         order = self._regrouped[chunk] = sort_by_expert(ids[:, None], table.shape[1], multiple=self._multiple)
-        parts = list(under_way)
+        parts = list(in_flight)
         if self._group is not None:  # the last that was sent first, as a backward goes through them
-            exchanges = zip(reversed(self._leaving[chunk]), reversed(under_way), strict=True)
+            exchanges = zip(reversed(self._leaving[chunk]), reversed(in_flight), strict=True)
             parts = [exchange.finish(rows) for exchange, rows in exchanges][::-1]
         weights = _of_rows(parts[1], order.rows) if len(parts) > 1 else None
-        return Arrived(permute(parts[0], order), order.ends, weights)
+        return ExpertInputs(permute(parts[0], order), order.offs, weights)
 
-    def leave(self, y: Tensor, chunk: int = 0) -> Tensor:
+    def send_back(self, y: Tensor, chunk: int = 0) -> Tensor:
         """Sends what the experts have computed of a chunk's rows, ``[r, h]``: rows on their way back."""
         if chunk in self._regrouped:
             y = unpermute(y, self._regrouped[chunk])
@@ -139,7 +139,7 @@ class Dispatch:
         """What has come back, summed for each token in fp32: ``[t, h]``.
 
         Args:
-            returning: what ``leave`` gave for each chunk.
+            returning: what ``send_back`` gave for each chunk.
             weights: ``[t, k]``, of each token's experts; ``None`` where the rows have them in them.
         """
         if self._group is not None:

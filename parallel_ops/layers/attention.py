@@ -58,7 +58,7 @@ class ParallelSelfAttention(AttentionHeads):
         attention_dropout: probability, on the attention weights.
         bias: whether the linears have biases; qkv_bias: the same for ``q``, ``k`` and ``v``, ``None`` for ``bias``.
         sequence_parallel: shard input and output by tokens over the mesh.
-        overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
+        overlap: how the linears overlap communication with matmuls: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.

@@ -111,7 +111,7 @@ def unfused(
         raise ValueError("unfused: mask must be None for causal attention; set causal=False")
     (s, b, heads, d), (t, _, kv, _) = q.shape, k.shape
     g = heads // kv
-    # The queries that share a key are adjacent: one product for each key, [b kv, g s, d] x [b kv, d, t].
+    # The queries that share a key are adjacent: one matmul for each key, [b kv, g s, d] x [b kv, d, t].
     q = q.reshape(s, b, kv, g, d).permute(1, 2, 3, 0, 4).reshape(b * kv, g * s, d)
     k, v = (x.reshape(t, b * kv, d).transpose(0, 1) for x in (k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).view(b, kv, g, s, t)

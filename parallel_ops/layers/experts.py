@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops._internal.distributed.compat import resumed_modes
-from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, GradientOf
+from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, ParameterGrad
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.expert_parallel import Dispatch
 from parallel_ops.layers.lora import LoraAdapter, adapted_experts, expert_adapters
@@ -111,7 +111,7 @@ class Router(ShardedModule):
 
 
 class Experts(ShardedModule):
-    """The experts of a layer as grouped products: ``down(silu(gate x) * (up x))`` with each expert's own parameters.
+    """The experts of a layer as grouped matmuls: ``down(silu(gate x) * (up x))`` with each expert's own parameters.
 
     Args:
         hidden_size: width of input and output. ffn_hidden_size: width after the activation.
@@ -129,7 +129,7 @@ class Experts(ShardedModule):
             ffn_hidden_size]``. gate_up_bias, down_bias: the same without the last dimension, or ``None``. DTensors S(0)
             over ``mesh``; replicated with ``copies``.
         deferred: a queue that computes weight gradients later, as that of ``ParallelLinear``.
-        precision, emulated: of the products, as those of ``ParallelLinear``.
+        precision, emulated: of the matmuls, as those of ``ParallelLinear``.
         lora: low-rank adapters of ``"gate_up"`` and ``"down"``, by these names; see ``add_lora``.
         recompute: keep the rows alone for the backward, and compute what lies between them and the result again.
 
@@ -205,17 +205,17 @@ class Experts(ShardedModule):
         )  # fmt: skip
 
     def forward(
-        self, under_way: Sequence[Sequence[Tensor]], dispatched: Dispatch, modes: Sequence[Any] = ()
+        self, in_flight: Sequence[Sequence[Tensor]], dispatched: Dispatch, modes: Sequence[Any] = ()
     ) -> list[Tensor]:
         """The results of the experts, on their way back: ``dispatched.combine`` takes it.
 
         Args:
-            under_way: those of ``dispatched``, which brings the rows, ``[r, hidden_size]`` for each chunk, and their
+            in_flight: those of ``dispatched``, which brings the rows, ``[r, hidden_size]`` for each chunk, and their
                 weights: factors of the results without ``down_bias``, of which they are no part.
             modes: suspended dispatch modes, which see the computation.
         """
         with resumed_modes(modes):
-            partial = (self.copies, self.copies)  # apart, since the second product reads what the first computes
+            partial = (self.copies, self.copies)  # apart, since the second matmul reads what the first computes
             parameters = (
                 *to_local(self, self.gate_up, self.gate_up_bias, partial=partial),
                 *to_local(self, self.down, self.down_bias, partial=partial),
@@ -223,40 +223,40 @@ class Experts(ShardedModule):
             )
             returning = []
             for chunk, chunk_parameters in enumerate(_chunked(parameters, dispatched.chunks)):
-                rows, ends, weights = dispatched.arrive(under_way[chunk], chunk)
+                rows, offs, weights = dispatched.receive(in_flight[chunk], chunk)
                 if self.recompute and torch.is_grad_enabled():
                     # Within the module, so that FSDP2 has gathered the parameters both times. Nothing here is random.
                     y: Tensor = checkpoint(
-                        self._compute, rows, ends, weights, *chunk_parameters, use_reentrant=False,
+                        self._compute, rows, offs, weights, *chunk_parameters, use_reentrant=False,
                         preserve_rng_state=False,
                     )  # fmt: skip
                 else:
-                    y = self._compute(rows, ends, weights, *chunk_parameters)
-                returning.append(dispatched.leave(y, chunk))
+                    y = self._compute(rows, offs, weights, *chunk_parameters)
+                returning.append(dispatched.send_back(y, chunk))
             return returning
 
     def _compute(
-        self, rows: Tensor, ends: Tensor, weights: Tensor | None, gate_up: Tensor, gate_up_bias: Tensor | None,
+        self, rows: Tensor, offs: Tensor, weights: Tensor | None, gate_up: Tensor, gate_up_bias: Tensor | None,
         down: Tensor, down_bias: Tensor | None, a_up: Tensor | None, b_up: Tensor | None, a_down: Tensor | None,
         b_down: Tensor | None,
     ) -> Tensor:  # fmt: skip
         linear: Callable[..., Tensor] = grouped_linear
         if self.precision != "bf16":
             linear = functools.partial(float8_grouped_linear, recipe=self.precision, emulated=self.emulated)
-        both = linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
-        both = self._adapted("gate_up", both, rows, ends, (a_up, b_up))
+        both = linear(rows, gate_up, offs, bias=gate_up_bias, **self._targets(self.gate_up))
+        both = self._adapted("gate_up", both, rows, offs, (a_up, b_up))
         x = bias_swiglu(both, weights=weights, **self._swiglu)
-        y = linear(x, down, ends, bias=down_bias, **self._targets(self.down))
-        return self._adapted("down", y, x, ends, (a_down, b_down))
+        y = linear(x, down, offs, bias=down_bias, **self._targets(self.down))
+        return self._adapted("down", y, x, offs, (a_down, b_down))
 
     def _adapted(
-        self, name: str, y: Tensor, rows: Tensor, ends: Tensor, adapter: tuple[Tensor | None, Tensor | None]
+        self, name: str, y: Tensor, rows: Tensor, offs: Tensor, adapter: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         if name not in self.lora:
             return y
         own = self.lora[name]
         assert isinstance(own, LoraAdapter)
-        return adapted_experts(y, rows, ends, adapter, own.scaling)
+        return adapted_experts(y, rows, offs, adapter, own.scaling)
 
     @property
     def local_sizes(self) -> tuple[int, int]:
@@ -272,7 +272,7 @@ class Experts(ShardedModule):
         """The target of a weight's gradient if it is deferred."""
         if self.deferred is None or self.copies or not parameter.requires_grad:
             return {}
-        return {"main_grad": GradientOf(parameter), "deferred": self.deferred}
+        return {"main_grad": ParameterGrad(parameter), "deferred": self.deferred}
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, {self.hidden_size}, {self.ffn_hidden_size}, ranks={self.ranks}"

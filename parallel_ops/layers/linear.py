@@ -5,7 +5,7 @@
 
 Between the two, activations are sharded by features. Before the first and after the second they are whole on every
 rank or, with ``sequence_parallel``, sharded by tokens. The communication that this needs is part of the same op as the
-products and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
+matmuls and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ class ColumnParallelLinear(ParallelLinear):
         tp_mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one.
         sequence_parallel: the input is sharded by tokens over the mesh.
-        overlap: how communication overlaps with the products: ``"auto"`` (on a GPU measured at the first
+        overlap: how communication overlaps with the matmuls: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         grad_reduce: how the gradient of the input is summed over the ranks: ``"fp32"`` (in rank order in fp32) or
             ``"backend"`` (by the group's backend, as Megatron-LM does); see ``all_gather_linear``.
@@ -202,7 +202,7 @@ class RowParallelLinear(ParallelLinear):
         tp_mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one. It is whole on every rank and added once.
         sequence_parallel: shard the output by tokens over the mesh.
-        overlap: how communication overlaps with the products, with ``sequence_parallel``: ``"auto"`` (on a GPU measured
+        overlap: how communication overlaps with the matmuls, with ``sequence_parallel``: ``"auto"`` (on a GPU measured
             at the first calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``linear_reduce_scatter``.
         grad_reduce: how the output is summed over the ranks, with and without ``sequence_parallel``: ``"fp32"`` (in
             rank order in fp32) or ``"backend"`` (by the group's reduce-scatter or all-reduce, as Megatron-LM does);

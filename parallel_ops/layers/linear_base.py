@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from parallel_ops._internal.distributed.groups import group_rank
-from parallel_ops._internal.gradients.weight_gradients import GradientOf, Target
+from parallel_ops._internal.gradients.weight_gradients import ParameterGrad, Target
 from parallel_ops.comm import primitives
 from parallel_ops.comm.collectives import GradReduce, is_fp32
 from parallel_ops.layers.lora import LoraAdapter
@@ -21,7 +21,7 @@ from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear.call import Overlap, encode
 
 
-class SummedRows(GradientOf):
+class SummedRows(ParameterGrad):
     """The gradient of a weight that is whole on every rank, of which each rank uses some rows: their sum in rank order
     in fp32."""
 
@@ -61,9 +61,9 @@ class ParallelLinear(ShardedModule):
         lora: a low-rank adapter of the linear, or ``None``; see ``add_lora``.
         deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
             with ``DeferredWeightGradients(fsdp=True)`` for all.
-        precision: of the products, ``"bf16"`` for that of the weight, or float8 by a recipe of ``ops.float8_recipes``;
-            without ``main_grad``. On several ranks the communication is apart from float8 products: rows that are
-            gathered travel in float8, sums in 16 bits; where ranks share the rows that a product sums over, each
+        precision: of the matmuls, ``"bf16"`` for that of the weight, or float8 by a recipe of ``ops.float8_recipes``;
+            without ``main_grad``. On several ranks the communication is apart from float8 matmuls: rows that are
+            gathered travel in float8, sums in 16 bits; where ranks share the rows that a matmul sums over, each
             scales its own part of a row.
         emulated: quantize for float8 in the same way, but multiply in fp32, on any device.
     """
@@ -147,11 +147,11 @@ class ParallelLinear(ShardedModule):
                 "would not reduce these gradients; leave them out (FSDP2 accumulates in the reduce_dtype of its "
                 "MixedPrecisionPolicy)"
             )
-        return GradientOf(self.weight) if self._main_grad is None else self._main_grad
+        return ParameterGrad(self.weight) if self._main_grad is None else self._main_grad
 
     @property
     def local_sizes(self) -> tuple[int, int]:
-        """Output and input features of this rank's product."""
+        """Output and input features of this rank's matmul."""
         rows, columns = self.out_features, self.in_features
         if self._placement == Shard(1):
             return rows, columns // self.ranks
@@ -159,7 +159,7 @@ class ParallelLinear(ShardedModule):
         return (rows // self.ranks if own is None else len(range(rows)[own])), columns
 
     def check_float8(self) -> None:
-        """Raises ValueError where the products of this linear cannot be in float8."""
+        """Raises ValueError where the matmuls of this linear cannot be in float8."""
         name = type(self).__name__
         if self._main_grad is not None:
             raise ValueError(

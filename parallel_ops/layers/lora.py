@@ -8,9 +8,9 @@
                         U = sum over r of X_r A_r^T, scattered by tokens with ``sequence_parallel``; U B^T
 
     whole linear        A and B whole on every rank, which computes its own tokens
-    experts             A [experts, r, in], B [experts, out, r], sharded as W, by experts: grouped products of the rows
+    experts             A [experts, r, in], B [experts, out, r], sharded as W, by experts: grouped matmuls of the rows
 
-So all that an adapter sends is U, of r features. Linears with the same input share one product with their A, one
+So all that an adapter sends is U, of r features. Linears with the same input share one matmul with their A, one
 message and, with dropout, one mask. Masks are drawn by global element index and are independent of the number of ranks.
 
 peft's own tuner is not used: it replaces a linear by a module around it, and the layers here read weights of several

@@ -31,7 +31,7 @@ class ParallelMLP(ShardedModule):
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         bias: whether the linears have biases.
         sequence_parallel: shard input and output by tokens over the mesh.
-        overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
+        overlap: how the linears overlap communication with matmuls: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.

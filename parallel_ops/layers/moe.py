@@ -50,7 +50,7 @@ class ParallelMoE(ShardedModule):
         cp_group: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
         sequence_parallel: input and output are sharded by tokens over ``mesh``.
         overlap: of the shared MLP's linears; see ``ParallelMLP``. A number is also that of the groups of this rank's
-            experts whose products hide each other's messages (the next smaller divisor of its experts). Otherwise they
+            experts whose matmuls hide each other's messages (the next smaller divisor of its experts). Otherwise they
             are one group, whose messages the shared MLP alone hides.
         grad_reduce: of the shared MLP's linears; see ``ParallelMLP``. Experts and router always have the exact sum.
         init_method, output_init_method: fill tiles of ``gate`` and ``up``, of the router too, and of ``down``, in
@@ -196,9 +196,9 @@ class ParallelMoE(ShardedModule):
         )
 
     def _run_experts(self, dispatched: Dispatch) -> list[Tensor]:
-        given, y = (dispatched.under_way, dispatched), []
+        given, y = (dispatched.in_flight, dispatched), []
         if isinstance(self.experts, FSDPModule) and is_in_torch_dispatch_mode():
-            # Selective recomputation must see the products, but not what FSDP2 does before and after them: it keeps
+            # Selective recomputation must see the matmuls, but not what FSDP2 does before and after them: it keeps
             # results of communication, and a forward communicates more than its recomputation.
             with suspended_modes() as modes:
                 y = self.experts(*given, modes=modes)
@@ -207,7 +207,7 @@ class ParallelMoE(ShardedModule):
         return y
 
     def _chunks(self) -> int:
-        """Groups of this rank's experts whose products hide each other's messages."""
+        """Groups of this rank's experts whose matmuls hide each other's messages."""
         if self.expert_group is None or not isinstance(self.overlap, int) or self.experts.deferred is not None:
             return 1
         held = self.router.num_experts // self.expert_group.size()

@@ -48,7 +48,7 @@ class ParallelTransformerLayer(ShardedModule):
         bias: whether the linears have biases. attention_bias: the same for those of attention, ``None`` for ``bias``.
         qkv_bias: the same for queries, keys and values; ``None`` for ``attention_bias``.
         sequence_parallel: shard the residual stream by tokens over the mesh.
-        overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
+        overlap: how the linears overlap communication with matmuls: ``"auto"`` (on a GPU measured at the first
             calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.

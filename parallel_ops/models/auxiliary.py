@@ -11,7 +11,7 @@ from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.context import Context
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.loads import Place
+from parallel_ops.pipeline_parallel.loads import StageExpertLoad
 
 
 class Model(Protocol):
@@ -24,7 +24,9 @@ class Model(Protocol):
     training: bool
 
 
-def auxiliary_losses(model: Model, scale: Tensor | float | None, loads: Place | None = None) -> AuxiliaryLosses | None:
+def auxiliary_losses(
+    model: Model, scale: Tensor | float | None, loads: StageExpertLoad | None = None
+) -> AuxiliaryLosses | None:
     """The auxiliary losses of the layers with experts in a forward; ``None`` if there are none.
 
     Args:

@@ -26,7 +26,7 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class Place:
+class SequenceShard:
     """Places of this rank's tokens in the sequence.
 
     Attributes:
@@ -117,7 +117,7 @@ class Context:
     def place(
         self, s: int, *, whole: bool, device: torch.device, cu_seqlens: Tensor | None = None,
         layout: SequenceLayout | None = None,
-    ) -> Place:  # fmt: skip
+    ) -> SequenceShard:  # fmt: skip
         """The places of this rank's tokens.
 
         Args:
@@ -126,7 +126,7 @@ class Context:
             layout: what ``layout`` returned for this sequence, if it was made ahead.
         """
         if self.ranks == 1:
-            return Place(core_options=self._options)
+            return SequenceShard(core_options=self._options)
         length = s if whole else s * self.ranks
         if layout is None:
             layout = self.layout(length, cu_seqlens)
@@ -138,7 +138,7 @@ class Context:
         options = self._options | {"length": length}
         if self.cp_layout in ("balanced", "auto"):
             options["cp_layout"] = layout
-        return Place(layout, self.rank, layout.positions(self.rank, device=device), options)
+        return SequenceShard(layout, self.rank, layout.positions(self.rank, device=device), options)
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The mean over all ranks' tokens, 0 if there are none.

@@ -18,7 +18,7 @@ from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.models.layers import layer_of, normal
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.loads import ModelLoads
+from parallel_ops.pipeline_parallel.loads import PipelineExpertLoads
 from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
@@ -80,12 +80,12 @@ class TransformerStructure(PretrainedModel):
         """The layers of the whole model."""
         return [f"layers.{number}" for number in range(self.config.all_layers)]
 
-    def loads_of_model(self) -> ModelLoads | None:
+    def loads_of_model(self) -> PipelineExpertLoads | None:
         """For the pipeline of a model whose auxiliary loss is over all its layers; ``None`` for others."""
         experts = self.config.experts
         if self.stages is None or experts is None or not experts.loss_over_model:
             return None
-        return ModelLoads(
+        return PipelineExpertLoads(
             experts.num_experts, self.config.num_layers - experts.dense_layers, self.stages.count - 1
         )  # fmt: skip
 

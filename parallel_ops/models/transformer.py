@@ -34,7 +34,7 @@ from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.auxiliary import auxiliary_losses, with_auxiliary
 from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.context import IGNORE_INDEX, Context, Place
+from parallel_ops.models.context import IGNORE_INDEX, Context, SequenceShard
 from parallel_ops.models.inputs import check_inputs
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.models.prediction import further
@@ -42,7 +42,7 @@ from parallel_ops.models.rotary_scaling import DynamicScaling, rotary_angles
 from parallel_ops.models.structure import TransformerStructure
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.loads import Place as PlaceOfLoads
+from parallel_ops.pipeline_parallel.loads import StageExpertLoad
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear.call import Overlap
 
@@ -159,7 +159,7 @@ class Transformer(TransformerStructure):
         hidden_states: Tensor | None = None,
         dropout_seed: int | None = None,
         aux_scale: Tensor | float | None = None,
-        aux_loads: PlaceOfLoads | None = None,
+        aux_loads: StageExpertLoad | None = None,
     ) -> Tensor:
         """Logits, or the mean loss if targets are given.
 
@@ -201,7 +201,7 @@ class Transformer(TransformerStructure):
         row_positions = place.positions
         length = self._length(tokens, positions, place.layout)
         positions = place.shard(positions) if positions is not None else row_positions
-        shards = place if whole else Place()  # of what every rank was given
+        shards = place if whole else SequenceShard()  # of what every rank was given
         everyone, tokens = tokens, shards.shard(tokens)
         x = tokens if hidden_states is None else hidden_states
         if self.tokens is not None and hidden_states is None:
@@ -238,7 +238,7 @@ class Transformer(TransformerStructure):
         return loss if losses is None or aux_scale is not None else with_auxiliary(self, loss, losses)
 
     def _loss(
-        self, context: Context, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: Place
+        self, context: Context, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: SequenceShard
     ) -> Tensor:
         """The mean loss over all ranks of ``context``, of which ``shards`` has this one's part of ``targets``."""
         loss = vocab_parallel_linear_cross_entropy(

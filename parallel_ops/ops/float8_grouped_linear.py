@@ -1,4 +1,4 @@
-"""The linears of experts, whose three products are in float8, by a recipe of ``ops.float8_recipes``.
+"""The linears of experts, whose three matmuls are in float8, by a recipe of ``ops.float8_recipes``.
 
     y[rows of e]   = q(x) q(W[e])^T                rows of x and of W[e]
     dx[rows of e]  = q(dy) q(W[e]^T)^T             rows of dy and of W[e]^T
@@ -6,11 +6,11 @@
 
 As in ``float8_linear`` each matrix is quantized once by row and once by column, and the halves of a split backward read
 what they need: the input half dy and W, the weight half dy and x. All values are e4m3, gradients too, since torch's
-grouped products take nothing else (aten/src/ATen/native/cuda/GroupedBlas.cpp).
+grouped matmuls take nothing else (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 
 On compute capabilities 9 (by row) and 10 (by row, MXFP8) ``torch.nn.functional.scaled_grouped_mm`` computes all experts
-and the host never waits for ``ends``. Elsewhere, and in blocks of 128, for which torch has no grouped product, the host
-waits once for each product and starts a ``scaled_mm`` for each expert.
+and the host never waits for ``offs``. Elsewhere, and in blocks of 128, for which torch has no grouped matmul, the host
+waits once for each matmul and starts a ``scaled_mm`` for each expert.
 """
 
 import functools
@@ -23,11 +23,11 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.autograd import once_differentiable
 from parallel_ops._internal.dispatch.checks import check_same_device
 from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype
-from parallel_ops._internal.gradients.grouped_products import MAX_GROUPS, check_ends, groups, sums
+from parallel_ops._internal.gradients.grouped_matmul import MAX_GROUPS, check_ends, groups, sums
 from parallel_ops._internal.gradients.split_backward import check_memory, requested
 from parallel_ops._internal.gradients.weight_gradients import (
     DeferredWeightGradients,
-    GradientOf,
+    ParameterGrad,
     after_backward,
 )
 from parallel_ops.ops.float8_recipes import (
@@ -43,21 +43,21 @@ from parallel_ops.ops.float8_recipes import (
 )
 
 _NAME = "float8_grouped_linear"
-# Majors of the compute capabilities for which torch has grouped products.
+# Majors of the compute capabilities for which torch has grouped matmuls.
 _MAJORS = {"fp8_rowwise": (9, 10), "mxfp8": (10,)}
 
 
 def float8_grouped_linear(
-    x: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None, recipe: Float8Recipe = "fp8_rowwise",
-    emulated: bool = False, main_grad: GradientOf | None = None, deferred: DeferredWeightGradients | None = None,
+    x: Tensor, weight: Tensor, offs: Tensor, *, bias: Tensor | None = None, recipe: Float8Recipe = "fp8_rowwise",
+    emulated: bool = False, main_grad: ParameterGrad | None = None, deferred: DeferredWeightGradients | None = None,
 ) -> Tensor:  # fmt: skip
-    """``x W[e]^T + b[e]`` for the rows of each expert e, forward and backward by float8 products.
+    """``x W[e]^T + b[e]`` for the rows of each expert e, forward and backward by float8 matmuls.
 
     Args:
         x: ``[r, in]``, bfloat16, rows sorted by expert; under autocast to bfloat16 any floating dtype.
         weight: ``[n, out, in]`` for n experts, dtype of ``x``; ``in`` and ``out`` are multiples of 16, with
             ``"fp8_blockwise"`` of 128, with ``"mxfp8"`` of 32.
-        ends: ``[n]``, int32 or int64: where the rows of each expert end. They, and r, are multiples of 16, with the
+        offs: ``[n]``, int32 or int64: where the rows of each expert end. They, and r, are multiples of 16, with the
             other recipes of 128, as ``sort_by_expert(..., multiple=RECIPES[recipe].rows)`` makes them, with rows of
             zeros; on a GPU this is not checked. Rows past the last end are padding.
         bias: ``[n, out]`` or ``None``.
@@ -78,8 +78,8 @@ def float8_grouped_linear(
         >>> import torch
         >>> from parallel_ops import float8_grouped_linear
         >>> x, weight = torch.randn(48, 32).bfloat16(), torch.randn(2, 16, 32).bfloat16()  # two experts
-        >>> ends = torch.tensor([32, 48])
-        >>> y = float8_grouped_linear(x, weight, ends, emulated=True)
+        >>> offs = torch.tensor([32, 48])
+        >>> y = float8_grouped_linear(x, weight, offs, emulated=True)
         >>> y.shape, bool((y[32:] - x[32:] @ weight[1].T).abs().max() < 2)
         (torch.Size([48, 16]), True)
     """
@@ -88,20 +88,20 @@ def float8_grouped_linear(
     if torch.is_autocast_enabled(x.device.type):
         to = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = cast_to_autocast_dtype(to, (x, weight, bias))
-    _check(x, weight, ends, bias, RECIPES[recipe], emulated)
+    _check(x, weight, offs, bias, RECIPES[recipe], emulated)
     if not (weight.requires_grad and deferred is not None):
         main_grad = deferred = None
-    y: Tensor = _Float8Grouped.apply(RECIPES[recipe], emulated, main_grad, deferred, x, weight, ends, bias)
+    y: Tensor = _Float8Grouped.apply(RECIPES[recipe], emulated, main_grad, deferred, x, weight, offs, bias)
     return y
 
 
-def _check(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, form: Recipe, emulated: bool) -> None:
+def _check(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, form: Recipe, emulated: bool) -> None:
     if not emulated and not x.is_cuda:
         raise ValueError(f"{_NAME}: x is on {x.device}, where products are not in float8; use emulated=True")
-    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("ends", ends)):
+    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("offs", offs)):
         if t is not None:
             check_same_device(_NAME, name, t, "x", x)
-            if t is not ends and t.dtype is not torch.bfloat16:
+            if t is not offs and t.dtype is not torch.bfloat16:
                 raise TypeError(f"{_NAME}: {name} must be bfloat16, got {t.dtype}; cast it, or run under autocast")
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1] or not weight.shape[0]:
         raise ValueError(
@@ -112,38 +112,38 @@ def _check(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, form: R
                          "divide")  # fmt: skip
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ValueError(f"{_NAME}: bias must have shape {list(weight.shape[:2])}, got {list(bias.shape)}")
-    if ends.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{_NAME}: ends must be a tensor of int32 or int64, got {ends.dtype}")
-    if ends.shape != weight.shape[:1]:
-        raise ValueError(f"{_NAME}: ends must have shape [{len(weight)}], one for each expert, got {list(ends.shape)}")
+    if offs.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{_NAME}: offs must be a tensor of int32 or int64, got {offs.dtype}")
+    if offs.shape != weight.shape[:1]:
+        raise ValueError(f"{_NAME}: offs must have shape [{len(weight)}], one for each expert, got {list(offs.shape)}")
     if x.shape[0] % form.rows:
         raise ValueError(f"{_NAME}: x has {x.shape[0]} rows, which {form.rows} must divide")
-    if not ends.is_cuda and not torch.compiler.is_compiling():
-        check_ends(_NAME, ends, x.shape[0])
-        if wrong := [end for end in ends.tolist() if end % form.rows]:
-            raise ValueError(f"{_NAME}: ends must be multiples of {form.rows}, got {wrong[0]}")
+    if not offs.is_cuda and not torch.compiler.is_compiling():
+        check_ends(_NAME, offs, x.shape[0])
+        if wrong := [end for end in offs.tolist() if end % form.rows]:
+            raise ValueError(f"{_NAME}: offs must be multiples of {form.rows}, got {wrong[0]}")
 
 
 class _Float8Grouped(torch.autograd.Function):
-    """Plain torch around opaque products, so that ``torch.compile`` makes each quantization one kernel."""
+    """Plain torch around opaque matmuls, so that ``torch.compile`` makes each quantization one kernel."""
 
     @staticmethod
     def forward(
-        ctx: Any, form: Recipe, emulated: bool, target: GradientOf | None, deferred: DeferredWeightGradients | None,
-        x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None,
+        ctx: Any, form: Recipe, emulated: bool, target: ParameterGrad | None, deferred: DeferredWeightGradients | None,
+        x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.form, ctx.emulated, ctx.target, ctx.deferred = form, emulated, target, deferred
-        ctx.save_for_backward(x, weight, ends)
-        y = _multiply(quantize(x, E4M3, form), _experts(weight, form), ends, form, emulated=emulated)
+        ctx.save_for_backward(x, weight, offs)
+        y = _multiply(quantize(x, E4M3, form), _experts(weight, form), offs, form, emulated=emulated)
         if bias is not None:
-            places = torch.arange(len(x), dtype=ends.dtype, device=x.device)
-            added = bias[torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)]
-            y = y + added.masked_fill((places >= ends[-1])[:, None], 0)
+            places = torch.arange(len(x), dtype=offs.dtype, device=x.device)
+            added = bias[torch.searchsorted(offs, places, right=True).clamp_(max=len(offs) - 1)]
+            y = y + added.masked_fill((places >= offs[-1])[:, None], 0)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
+        x, weight, offs = ctx.saved_tensors
         form, emulated, target = ctx.form, ctx.emulated, ctx.target
         compiling = torch.compiler.is_compiling()  # a compiled backward computes all gradients
         needed = ctx.needs_input_grad if compiling else requested(ctx)
@@ -152,18 +152,18 @@ class _Float8Grouped(torch.autograd.Function):
             if not compiling:
                 check_memory(_NAME, "weight", weight)
             rows, columns = quantize(dy, E4M3, form), _experts(weight, form, transposed=True)
-            dx = _multiply(rows, columns, ends, form, emulated=emulated, gradient=True)
+            dx = _multiply(rows, columns, offs, form, emulated=emulated, gradient=True)
         if needed[5]:
 
             def compute() -> Tensor:
-                left, right = (quantize_groups(t, ends, form) for t in (dy, x))
-                return _multiply(left, right, ends, form, emulated=emulated, gradient=True)
+                left, right = (quantize_groups(t, offs, form) for t in (dy, x))
+                return _multiply(left, right, offs, form, emulated=emulated, gradient=True)
 
             if target is None:
                 dweight = compute()
             else:
-                ctx.deferred.push(after_backward(lambda: target.add_whole(compute()), dy, x, ends))
-        return None, None, None, None, dx, dweight, None, _sums(dy, ends) if needed[7] else None
+                ctx.deferred.push(after_backward(lambda: target.add_whole(compute()), dy, x, offs))
+        return None, None, None, None, dx, dweight, None, _sums(dy, offs) if needed[7] else None
 
 
 _Float8Grouped.backward = staticmethod(once_differentiable(_NAME, _Float8Grouped.backward))  # type: ignore[method-assign]
@@ -180,25 +180,25 @@ def _experts(weight: Tensor, form: Recipe, *, transposed: bool = False) -> Quant
 
 
 def _multiply(
-    a: Quantized, b: Quantized, ends: Tensor, form: Recipe, *, emulated: bool, gradient: bool = False
+    a: Quantized, b: Quantized, offs: Tensor, form: Recipe, *, emulated: bool, gradient: bool = False
 ) -> Tensor:
     """``[r, N]`` of a ``[r, K]`` and b ``[n, N, K]``; of b ``[K, r]`` and a ``[N, r]`` ``[n, N, K]``."""
-    product: Tensor = _product(*a[:2], *b[:2], ends, form.name, emulated, gradient)
+    product: Tensor = _product(*a[:2], *b[:2], offs, form.name, emulated, gradient)
     return product
 
 
 @torch.library.custom_op("parallel_ops::float8_grouped_product", mutates_args=())
 def _product(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, recipe: str, emulated: bool, gradient: bool
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offs: Tensor, recipe: str, emulated: bool, gradient: bool
 ) -> Tensor:
     form, summed = RECIPES[recipe], b.dim() == 2
-    if not emulated and a.is_cuda and a.numel() and len(ends) <= MAX_GROUPS and _has_kernel(a.device, recipe):
-        y = _kernel(Quantized(a, a_scales), Quantized(b, b_scales), ends, form, gradient)
+    if not emulated and a.is_cuda and a.numel() and len(offs) <= MAX_GROUPS and _has_kernel(a.device, recipe):
+        y = _kernel(Quantized(a, a_scales), Quantized(b, b_scales), offs, form, gradient)
         if summed:  # a group without rows has what was in memory (pytorch/pytorch#172439)
-            return y.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-        return y.masked_fill_((torch.arange(len(y), device=y.device) >= ends[-1])[:, None], 0)
-    y = a.new_zeros((len(ends), len(a), len(b)) if summed else (len(a), b.shape[1]), dtype=torch.bfloat16)
-    for group, start, end in groups(ends):
+            return y.masked_fill_((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], 0)
+        return y.masked_fill_((torch.arange(len(y), device=y.device) >= offs[-1])[:, None], 0)
+    y = a.new_zeros((len(offs), len(a), len(b)) if summed else (len(a), b.shape[1]), dtype=torch.bfloat16)
+    for group, start, end in groups(offs):
         if summed:
             left, right = (_part(Quantized(*t), group, start, end) for t in ((a, a_scales), (b, b_scales)))
             y[group] = product(left, right, form, emulated=emulated, gradient=gradient)
@@ -212,21 +212,21 @@ def _product(
 
 @_product.register_fake
 def _(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, recipe: str, emulated: bool, gradient: bool
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offs: Tensor, recipe: str, emulated: bool, gradient: bool
 ) -> Tensor:
-    shape = (len(ends), len(a), len(b)) if b.dim() == 2 else (len(a), b.shape[1])
+    shape = (len(offs), len(a), len(b)) if b.dim() == 2 else (len(a), b.shape[1])
     return a.new_empty(shape, dtype=torch.bfloat16)
 
 
 @functools.cache
 def _has_kernel(device: torch.device, recipe: str) -> bool:
-    """Whether torch has a grouped product for this GPU: that of MXFP8 is not in every build (USE_FBGEMM_GENAI)."""
+    """Whether torch has a grouped matmul for this GPU: that of MXFP8 is not in every build (USE_FBGEMM_GENAI)."""
     if torch.cuda.get_device_capability(device)[0] not in _MAJORS.get(recipe, ()):
         return False
     form, x = RECIPES[recipe], torch.zeros(128, 128, device=device, dtype=torch.bfloat16)
-    ends = torch.full((1,), 128, device=device)
+    offs = torch.full((1,), 128, device=device)
     try:
-        _kernel(quantize(x, E4M3, form), _experts(x[None], form), ends, form, False)
+        _kernel(quantize(x, E4M3, form), _experts(x[None], form), offs, form, False)
     except NotImplementedError:
         return False
     return True
@@ -241,14 +241,14 @@ def _part(t: Quantized, group: int, start: int, end: int) -> Quantized:
     return Quantized(values, t.scales[:, start // block : end // block])
 
 
-def _kernel(a: Quantized, b: Quantized, ends: Tensor, form: Recipe, gradient: bool) -> Tensor:
-    """torch's grouped product. Layouts of scales: GroupedBlas.cpp, and PyTorch's test_scaled_matmul_cuda.py."""
+def _kernel(a: Quantized, b: Quantized, offs: Tensor, form: Recipe, gradient: bool) -> Tensor:
+    """torch's grouped matmul. Layouts of scales: GroupedBlas.cpp, and PyTorch's test_scaled_matmul_cuda.py."""
     kind, swizzle = F.ScalingType.RowWise, F.SwizzleType.NO_SWIZZLE
     if form.block:
         kind, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
         bytes_of = [t.scales.to(torch.float8_e8m0fnu) for t in (a, b)]
         if b.values.dim() == 2:
-            scales = [_swizzled_groups(t, ends // form.block) for t in bytes_of]
+            scales = [_swizzled_groups(t, offs // form.block) for t in bytes_of]
         else:
             scales = [swizzled(bytes_of[0]).view(len(a.values), -1), swizzled(bytes_of[1])]
     elif b.values.dim() == 2:
@@ -257,35 +257,35 @@ def _kernel(a: Quantized, b: Quantized, ends: Tensor, form: Recipe, gradient: bo
         scales = [a.scales.flatten(), b.scales.squeeze(2)]
     y: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         a.values, b.values.mT, scale_a=scales[0], scale_recipe_a=kind, scale_b=scales[1], scale_recipe_b=kind,
-        swizzle_a=swizzle, swizzle_b=swizzle, offs=ends.int(), output_dtype=torch.bfloat16, use_fast_accum=not gradient,
+        swizzle_a=swizzle, swizzle_b=swizzle, offs=offs.int(), output_dtype=torch.bfloat16, use_fast_accum=not gradient,
     )  # fmt: skip
     return y
 
 
-def _swizzled_groups(scales: Tensor, ends: Tensor) -> Tensor:
+def _swizzled_groups(scales: Tensor, offs: Tensor) -> Tensor:
     """Scales ``[rows, blocks]`` of groups of columns, each ``swizzled`` by itself, one after another.
 
     Args:
-        ends: Where the blocks of each group end, multiples of 4.
+        offs: Where the blocks of each group end, multiples of 4.
     """
     tiles = swizzled(scales).view(-(-scales.shape[0] // 128), -1, 512)  # [row tiles, column tiles, bytes]
     rows, columns = tiles.shape[:2]
-    ends = ends // 4
-    column = torch.arange(columns, dtype=ends.dtype, device=ends.device)
-    bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), columns)])  # behind the last group: another
-    group = torch.searchsorted(ends, column, right=True)
+    offs = offs // 4
+    column = torch.arange(columns, dtype=offs.dtype, device=offs.device)
+    bounds = torch.cat([offs.new_zeros(1), offs, offs.new_full((1,), columns)])  # behind the last group: another
+    group = torch.searchsorted(offs, column, right=True)
     start, width = bounds[group], bounds.diff()[group]
-    places = rows * start + torch.arange(rows, dtype=ends.dtype, device=ends.device)[:, None] * width + column - start
+    places = rows * start + torch.arange(rows, dtype=offs.dtype, device=offs.device)[:, None] * width + column - start
     found = torch.empty_like(tiles).view(torch.uint8).view(-1, 512)
     found[places.flatten().long()] = tiles.view(torch.uint8).flatten(0, 1)
     return found.view(scales.dtype).view(rows * 128, -1)
 
 
 @torch.library.custom_op("parallel_ops::float8_grouped_sums", mutates_args=())
-def _sums(dy: Tensor, ends: Tensor) -> Tensor:
-    return sums(dy, ends)
+def _sums(dy: Tensor, offs: Tensor) -> Tensor:
+    return sums(dy, offs)
 
 
 @_sums.register_fake
-def _(dy: Tensor, ends: Tensor) -> Tensor:
-    return dy.new_empty(len(ends), dy.shape[1])
+def _(dy: Tensor, offs: Tensor) -> Tensor:
+    return dy.new_empty(len(offs), dy.shape[1])

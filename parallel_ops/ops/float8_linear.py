@@ -1,10 +1,10 @@
-"""Linears whose three products are in float8, by one of the recipes of ``ops.float8_recipes``.
+"""Linears whose three matmuls are in float8, by one of the recipes of ``ops.float8_recipes``.
 
     Y     = q(X) q(W)^T                 rows of X and of W
     dX    = q(dY) q(W^T)^T              rows of dY and of W^T
     dW    = q(dY^T) q(X^T)^T            rows of dY^T and of X^T
 
-A row is always what the product sums over. Each matrix is quantized by row and by column, from 16 bits: saved are X and
+A row is always what the matmul sums over. Each matrix is quantized by row and by column, from 16 bits: saved are X and
 W as they are, as ``F.linear`` does, so other ops share the memory. Weights in square blocks have the same values
 both times, since their transpose has the same scales. Scales are of the current values: there is no history to keep.
 
@@ -24,7 +24,7 @@ from parallel_ops._internal.dispatch.checks import check_same_device
 from parallel_ops._internal.gradients.split_backward import requested
 from parallel_ops._internal.gradients.weight_gradients import (
     DeferredWeightGradients,
-    GradientOf,
+    ParameterGrad,
     Target,
     after_backward,
 )
@@ -136,7 +136,7 @@ def float8_linear(
     emulated: bool = False, deferred: DeferredWeightGradients | None = None,
     targets: Sequence[Target] | None = None, shared: SharedRows | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """``F.linear`` of one input with several weights, forward and backward by float8 products.
+    """``F.linear`` of one input with several weights, forward and backward by float8 matmuls.
 
     Args:
         x: ``[..., H]``, bfloat16; under autocast to bfloat16 any floating dtype.
@@ -146,7 +146,7 @@ def float8_linear(
         recipe: How matrices are quantized; see ``ops.float8_recipes``.
         emulated: quantize in the same way, but multiply in fp32: on any device, slower than bfloat16.
         deferred, targets: a queue that computes the weights' gradients later, and what it adds each to: a
-            ``GradientOf``, or ``None`` for a weight without a gradient. By default autograd gets them.
+            ``ParameterGrad``, or ``None`` for a weight without a gradient. By default autograd gets them.
 
         shared: ranks share the rows of x, which travel in float8. By default x has all.
 
@@ -195,8 +195,8 @@ def float8_linear(
             raise ValueError(f"{_NAME}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
     later = None
     if deferred is not None and targets is not None and any(target is not None for target in targets):
-        if wrong := [type(t).__name__ for t in targets if not isinstance(t, GradientOf | None)]:
-            raise TypeError(f"{_NAME}: targets must be of GradientOf, got {wrong[0]}: products are rounded")
+        if wrong := [type(t).__name__ for t in targets if not isinstance(t, ParameterGrad | None)]:
+            raise TypeError(f"{_NAME}: targets must be of ParameterGrad, got {wrong[0]}: products are rounded")
         later = deferred, list(targets)
     outputs: tuple[Tensor, ...] = _Float8Linear.apply(form, emulated, later, shared, len(weights), x, *weights, *biases)
     return list(outputs)

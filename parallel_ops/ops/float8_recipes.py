@@ -1,11 +1,11 @@
-"""How matrices are quantized to float8, and products of such matrices.
+"""How matrices are quantized to float8, and matmuls of such matrices.
 
     recipe          one scale for                       scales     gradients
     fp8_rowwise     a row                               fp32       e5m2
     fp8_blockwise   128 of a row; 128 x 128 of weights  fp32       e4m3
     mxfp8           32 of a row                         2^n        e4m3
 
-Rows are what a product sums over: ``A B^T`` of A ``[M, K]`` and B ``[N, K]``, all values e4m3 but gradients by row. A
+Rows are what a matmul sums over: ``A B^T`` of A ``[M, K]`` and B ``[N, K]``, all values e4m3 but gradients by row. A
 scale is the largest magnitude of its part over the format's maximum; for MXFP8 the next power of two, so that nothing
 is clipped.
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Float8Recipe = Literal["fp8_rowwise", "fp8_blockwise", "mxfp8"]
-# How the products of a linear are computed.
+# How the matmuls of a linear are computed.
 Precision = Literal["bf16", "fp8_rowwise", "fp8_blockwise", "mxfp8"]
 PRECISIONS = ("bf16", "fp8_rowwise", "fp8_blockwise", "mxfp8")
 
@@ -151,7 +151,7 @@ def product(a: Quantized, b: Quantized, recipe: Recipe, *, emulated: bool, gradi
 
     Args:
         emulated: Multiply in fp32, on any device.
-        gradient: Add the tensor cores' partial sums of row-wise products in fp32 registers. Otherwise they stay in the
+        gradient: Add the tensor cores' partial sums of row-wise matmuls in fp32 registers. Otherwise they stay in the
             tensor cores, which is faster and less exact. Transformer Engine and torchao choose alike.
     """
     if emulated:
@@ -188,7 +188,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def device_problem(device: torch.device, name: str) -> str | None:
-    """Why a device has no products of a recipe, and which it has; ``None`` if it has."""
+    """Why a device has no matmuls of a recipe, and which it has; ``None`` if it has."""
     recipe = RECIPES[name]
     if device.type != "cuda":
         return f"{name} products need a GPU, and the device is {device.type}"

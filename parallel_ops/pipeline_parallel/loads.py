@@ -14,8 +14,8 @@ from torch import Tensor
 from parallel_ops.pipeline_parallel.messages import Key
 
 
-class ModelLoads:
-    """Rides with the messages of a pipeline rank (``messages.Rider``).
+class PipelineExpertLoads:
+    """Rides with the messages of a pipeline rank (``messages.Piggyback``).
 
     Args:
         experts: Of a layer. layers: Those that have experts, in all stages.
@@ -33,9 +33,9 @@ class ModelLoads:
         self._own: dict[tuple[int, int], Tensor] = {}
         self._total: dict[int, Tensor] = {}
 
-    def place(self, stage: int, micro_batch: int) -> "Place":
+    def place(self, stage: int, micro_batch: int) -> "StageExpertLoad":
         """What the forward and the backward of a stage see of them."""
-        return Place(
+        return StageExpertLoad(
             self.layers,
             lambda load: self._add(stage, micro_batch, load),
             lambda: self._of_all(micro_batch).to(torch.float32) / self.layers,
@@ -65,7 +65,7 @@ class ModelLoads:
         return self._total[micro_batch]
 
 
-class Place:
+class StageExpertLoad:
     """A stage and a micro-batch.
 
     Attributes:

@@ -60,7 +60,7 @@ class Link(Protocol):
     def receive(self, tensor: Tensor, rank: int, key: Key | str) -> Work: ...
 
 
-class Rider(Protocol):
+class Piggyback(Protocol):
     """What goes with each message in the same buffer: a few integers.
 
     Attributes:
@@ -100,7 +100,7 @@ class Messages:
         schedule: The actions of all ranks.
         rank: This pipeline rank.
         share: Tensor-parallel ranks that hold the same rows, each of which sends a part; ``None`` for one rank.
-        rider: Goes with each message; the same on all ranks of ``share``.
+        piggyback: Goes with each message; the same on all ranks of ``share``.
 
     Attributes:
         bytes_sent, sent: What this rank has sent, and in how many messages.
@@ -108,9 +108,9 @@ class Messages:
 
     def __init__(
         self, schedule: Sequence[Sequence[Action]], stages: Stages, rank: int, link: Link, *,
-        share: ProcessGroup | None = None, rider: Rider | None = None,
+        share: ProcessGroup | None = None, piggyback: Piggyback | None = None,
     ) -> None:  # fmt: skip
-        self.stages, self.rank, self.link, self._share, self._rider = stages, rank, link, share, rider
+        self.stages, self.rank, self.link, self._share, self._piggyback = stages, rank, link, share, piggyback
         self._parts = 1 if share is None else share.size()
         self.bytes_sent = self.sent = 0
         self._order: dict[int, list[Key]] = {}
@@ -149,13 +149,13 @@ class Messages:
         peer = self.stages.rank_of(key.stage)
         if peer == self.rank:
             self._here[key] = tensor
-            if self._rider is not None:
-                self._rider.arrived(key, self._rider.leaving(key))
+            if self._piggyback is not None:
+                self._piggyback.arrived(key, self._piggyback.leaving(key))
             return
         part = self._part(tensor)
-        if self._rider is not None:
+        if self._piggyback is not None:
             # As they are, bit by bit.
-            part = torch.cat([part.reshape(-1), self._rider.leaving(key).to(torch.int64).view(self._dtype)])
+            part = torch.cat([part.reshape(-1), self._piggyback.leaving(key).to(torch.int64).view(self._dtype)])
         self._leaving.append((self.link.send(part, peer, key), part))
         self.bytes_sent, self.sent = self.bytes_sent + part.nbytes, self.sent + 1
         while self._leaving and not capturing(part) and self._leaving[0][0].is_completed():
@@ -172,9 +172,9 @@ class Messages:
         self._count[peer] -= 1
         work.wait()
         self._post(peer)
-        if self._rider is not None:
+        if self._piggyback is not None:
             sent = part.numel() - self._ridden
-            self._rider.arrived(key, part[sent:].clone().view(torch.int64))
+            self._piggyback.arrived(key, part[sent:].clone().view(torch.int64))
             part = part[:sent].view(self._part_shape)
         return self._whole(part)
 
@@ -201,8 +201,8 @@ class Messages:
 
     @property
     def _ridden(self) -> int:
-        """Elements of a message that are the rider's."""
-        return 0 if self._rider is None else self._rider.size * torch.int64.itemsize // self._dtype.itemsize
+        """Elements of a message that are the piggyback's."""
+        return 0 if self._piggyback is None else self._piggyback.size * torch.int64.itemsize // self._dtype.itemsize
 
     def _part(self, tensor: Tensor) -> Tensor:
         """This rank's part of a message, padded where it does not divide."""

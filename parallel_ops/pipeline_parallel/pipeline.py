@@ -24,7 +24,7 @@ from parallel_ops.comm.errors import published_errors
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.executor import Executor, Forward, Observer
 from parallel_ops.pipeline_parallel.link import MATCHED_BY_RANK, GroupLink, connected_link
-from parallel_ops.pipeline_parallel.loads import ModelLoads
+from parallel_ops.pipeline_parallel.loads import PipelineExpertLoads
 from parallel_ops.pipeline_parallel.messages import Messages, pairs_of
 from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
 from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
@@ -48,7 +48,7 @@ class StagedModel(Protocol):
     @property
     def tied_weight(self) -> nn.Parameter | None: ...
     def stage_blocks(self, stage: int) -> list[nn.Module]: ...
-    def loads_of_model(self) -> ModelLoads | None: ...
+    def loads_of_model(self) -> PipelineExpertLoads | None: ...
     def stream_shape(self, s: int, b: int) -> tuple[int, ...]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def __call__(
@@ -119,7 +119,7 @@ class Pipeline:
         self._link = self._connected(mesh, ends)
         self._loads = self.model.loads_of_model()
         self.messages = Messages(
-            self.schedule, stages, self.rank, self._link, share=self._share, rider=self._loads
+            self.schedule, stages, self.rank, self._link, share=self._share, piggyback=self._loads
         )  # fmt: skip
         blocks = {stage: self.model.stage_blocks(stage) for stage in stages.on(self.rank)}
         self._reduction = Reduction(model, blocks, plan.zero)

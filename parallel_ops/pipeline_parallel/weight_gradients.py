@@ -1,4 +1,4 @@
-"""Which weight gradients a pipeline computes apart from those of the inputs: the products of the model's linears."""
+"""Which weight gradients a pipeline computes apart from those of the inputs: the matmuls of the model's linears."""
 
 from torch import nn
 

@@ -23,10 +23,10 @@ class GPU:
         generation: GPUs of one generation share the fitted efficiencies.
         memory: bytes.
         bandwidth: memory bandwidth in bytes/s.
-        fp32, fp16, bf16, fp8, fp4: peak dense FLOP/s of matrix products in that dtype; 0 if the GPU has none.
+        fp32, fp16, bf16, fp8, fp4: peak dense FLOP/s of matmuls in that dtype; 0 if the GPU has none.
         watts: power at full load, for the energy estimate; 0 for unknown.
-        multiprocessors: number of multiprocessors, which share the tiles of a matrix product. 0 for unknown or none:
-            the time of a product then depends on its FLOPs alone.
+        multiprocessors: number of SMs, which share the tiles of a matmul. 0 for unknown or none:
+            the time of a matmul then depends on its FLOPs alone.
         host_link: bytes/s to the host's memory, each way.
 
     Raises:
@@ -55,7 +55,7 @@ class GPU:
         """Peak FLOP/s in ``dtype``.
 
         Raises:
-            ValueError: this GPU has no matrix products in ``dtype``.
+            ValueError: this GPU has no matmuls in ``dtype``.
         """
         if dtype not in DTYPES:
             raise ValueError(f"GPU: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

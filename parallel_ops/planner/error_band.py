@@ -1,7 +1,7 @@
 """Error bands of estimates, from the errors of similar published rows (``validation``): ``presets/error_bands.json``.
 
 Rows are similar if they share the kernels of the software, the GPU's generation, dense layers, experts or experts
-with biases, the dtype of products (fp8 or 16-bit), sharding of parameters (ZeRO-3 or not) and size (one node or
+with biases, the dtype of matmuls (fp8 or 16-bit), sharding of parameters (ZeRO-3 or not) and size (one node or
 several). If too few rows share all six, the last ones are dropped. The error of a row is that of constants that were
 fitted without its table.
 """

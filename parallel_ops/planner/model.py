@@ -267,7 +267,7 @@ class Model:
 
     @cached_property
     def attention_flops(self) -> int:
-        """Forward FLOPs of the scores and their product with the values, per token and layer: 4 s h for a GPT."""
+        """Forward FLOPs of the scores and their matmul with the values, per token and layer: 4 s h for a GPT."""
         return 2 * self.seq_length * (self.query_width + self.value_width)
 
     def attended(self, keys: float) -> float:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU, Cluster
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
-from parallel_ops.planner.compute.compute import Passes, Work, head_passes, layer_passes
+from parallel_ops.planner.compute.compute import PassTimes, Work, head_passes, layer_passes
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts, recomputed_share
 
 
-class RankPasses(NamedTuple):
+class RankPassTimes(NamedTuple):
     """Passes of one micro-batch on the pipeline ranks, all their chunks together.
 
     Attributes:
@@ -26,7 +26,7 @@ class RankPasses(NamedTuple):
     """
 
     slowest: int
-    passes: tuple[Passes, Passes]
+    passes: tuple[PassTimes, PassTimes]
     busy: float
     mean: float
 
@@ -34,7 +34,7 @@ class RankPasses(NamedTuple):
 @lru_cache(maxsize=65536)
 def rank_passes(
     model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
-) -> RankPasses:
+) -> RankPassTimes:
     """Passes of the ranks of a pipeline. ``paired``: see ``layer_costs``."""
     kinds, kind_of = _kinds_of_rank(model, cluster, layout)
     found = [chunk_costs(model, cluster, gpu, constants, work, layers, ends, paired) for layers, ends, gpu in kinds]
@@ -42,7 +42,7 @@ def rank_passes(
     totals = [each[kind] for kind in kind_of]
     busy = max(totals)
     slowest = totals.index(busy)
-    return RankPasses(slowest, found[kind_of[slowest]], busy, sum(totals) / layout.pp)
+    return RankPassTimes(slowest, found[kind_of[slowest]], busy, sum(totals) / layout.pp)
 
 
 Kind = tuple[tuple[int, int], tuple[bool, bool], GPU]
@@ -70,7 +70,7 @@ def chunk_costs(
     layers: tuple[int, int],
     ends: tuple[bool, bool],
     paired: bool,
-) -> tuple[Passes, Passes]:
+) -> tuple[PassTimes, PassTimes]:
     """Compute and exposed communication of one chunk of layers, per micro-batch.
 
     Args:
@@ -78,7 +78,7 @@ def chunk_costs(
         ends: whether the chunk has the input embedding, and whether it has the output embedding and the loss.
         paired: see ``layer_costs``.
     """
-    compute = waits = Passes(0.0, 0.0, 0.0)
+    compute = waits = PassTimes(0.0, 0.0, 0.0)
     for count, sparse in zip(layers, (False, True), strict=True):
         if count:
             layer, exposed = layer_costs(model, cluster, gpu, constants, work, sparse, paired)
@@ -90,7 +90,7 @@ def chunk_costs(
         exposed = end_traffic(model, cluster, work, constants, last=True).exposed
         host = constants.host if work.cuda_graph == "none" else 0.0
         compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1)
-        compute += Passes(constants.serial, constants.serial, 0.0)
+        compute += PassTimes(constants.serial, constants.serial, 0.0)
         waits += exposed
     return compute, waits
 
@@ -98,7 +98,7 @@ def chunk_costs(
 @lru_cache(maxsize=65536)
 def layer_costs(
     model: Model, cluster: Cluster, gpu: GPU, constants: Efficiency, work: Work, sparse: bool, paired: bool = False
-) -> tuple[Passes, Passes]:
+) -> tuple[PassTimes, PassTimes]:
     """Compute and exposed communication of one layer, per micro-batch.
 
     Time that the GPU waits for the host to launch a pass counts as compute. ``paired``: DualPipe's pairs hide the
@@ -117,7 +117,7 @@ def layer_costs(
     host *= 1 + _SOFTMAX_LAUNCHES if softmax_falls_back(model, work) else 1
     late = constants.expert_sync * host if sparse and work.dropless else 0.0
     if waits := constants.serial + late:
-        passes += Passes(waits, backward * waits, 0.0)
+        passes += PassTimes(waits, backward * waits, 0.0)
     return launched(passes, exposed, host - late, backward), exposed
 
 
@@ -127,13 +127,13 @@ def softmax_falls_back(model: Model, work: Work) -> bool:
     return not work.flash_attention and work.fused_ops and work.micro_batch * model.num_heads // work.tp % 4 != 0
 
 
-def _less(exposed: Passes, beside_products: Passes, compute: Passes, share: float) -> Passes:
-    """``exposed`` without the share of tensor-parallel communication that products hide, at most their time."""
+def _less(exposed: PassTimes, beside_products: PassTimes, compute: PassTimes, share: float) -> PassTimes:
+    """``exposed`` without the share of tensor-parallel communication that matmuls hide, at most their time."""
     if not share or not beside_products.forward:
         return exposed
     forward = min(share * beside_products.forward, compute.forward)
     backward = min(share * beside_products.input_grad, compute.input_grad + compute.weight_grad)
-    return exposed + Passes(-forward, -backward, 0.0)
+    return exposed + PassTimes(-forward, -backward, 0.0)
 
 
 # Launches that replace the fused softmax (conversions, scale, mask, softmax), as a share of those of a layer. Chosen
@@ -144,7 +144,7 @@ _SOFTMAX_LAUNCHES = 0.6
 _SHARPNESS = 2.5
 
 
-def launched(compute: Passes, waits: Passes, host: float, backward: float) -> Passes:
+def launched(compute: PassTimes, waits: PassTimes, host: float, backward: float) -> PassTimes:
     """``compute`` plus the time that the GPU waits for launches: ``host`` seconds for the forward pass, ``backward``
     times that for the backward pass."""
 
@@ -153,7 +153,7 @@ def launched(compute: Passes, waits: Passes, host: float, backward: float) -> Pa
 
     back = compute.input_grad + compute.weight_grad + waits.input_grad + waits.weight_grad
     forward = longer(compute.forward + waits.forward, host)
-    return compute + Passes(forward, longer(back, backward * host), 0.0)
+    return compute + PassTimes(forward, longer(back, backward * host), 0.0)
 
 
 def beside(constants: Efficiency, communication: float, computation: float) -> float:

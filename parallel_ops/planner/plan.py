@@ -44,15 +44,15 @@ class Plan:
         micro_batch: sequences of one forward pass on one data-parallel rank.
         global_batch: sequences of one step over all ranks; a multiple of ``dp * micro_batch``.
         recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198; with FlashAttention norms and
-            activation functions), ``"operators"`` (every second matrix product and all elementwise ops, as torch's
-            selective checkpointing in torchtitan), ``"experts"`` (the products and activation of routed experts, but
+            activation functions), ``"operators"`` (every second matmul and all elementwise ops, as torch's
+            selective checkpointing in torchtitan), ``"experts"`` (the matmuls and activation of routed experts, but
             nothing that is sent), ``"full"`` (whole layers), or modules of Megatron-LM (``recomputation.MODULES``)
             joined by ``+``.
         recompute_layers: layers of the whole model that ``recompute`` applies to, spread evenly; 0 for all.
         offload: what is kept in host memory, one of ``OFFLOAD``, ``"activations"`` or, with ZeRO-3,
             ``"optimizer+parameters"``: the shards of parameters too (arXiv:2104.07857).
         offload_layers: layers of the whole model whose activations are offloaded, spread evenly; 0 for all.
-        dtype: of parameters and activations, or the format of the products of linears (``precision.DTYPES``).
+        dtype: of parameters and activations, or the format of the matmuls of linears (``precision.DTYPES``).
         grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``; ``"bf16"`` with a low-precision format.
         activation_dtype: of the inputs of linear layers that are kept for the backward pass: ``"fp8"`` for one byte
             each, "" for that of other activations.
@@ -66,7 +66,7 @@ class Plan:
             no logits.
         scatter_gather: a pipeline message is split over the tensor-parallel ranks (arXiv:2104.04473, section 4.1).
         overlap: data-parallel communication and pipeline messages overlap with computation.
-        tp_overlap: tensor-parallel communication overlaps with the matrix products beside it, to the share that the
+        tp_overlap: tensor-parallel communication overlaps with the matmuls beside it, to the share that the
             software reaches (``Efficiency.tp_overlap``).
         ep_overlap: the all-to-alls of experts overlap with the computation of another micro-batch, as DualPipe's do.
         dropless: experts compute all tokens that are routed to them, however many: the host waits for their number.

@@ -1,7 +1,7 @@
-"""Formats of matrix products: the values of ``Plan.dtype``.
+"""Formats of matmuls: the values of ``Plan.dtype``.
 
 Low-precision formats apply to the linears of layers; attention, the output embedding and stored tensors stay in 16
-bits. Operands are converted before each product. Bytes of a conversion are counted per element: 2 to read, 1 to write.
+bits. Operands are converted before each matmul. Bytes of a conversion are counted per element: 2 to read, 1 to write.
 
     fp8             one scale a tensor: read for the maximum, read, written (5); the gradient of weights needs
                     transposed copies (2). Transformer Engine's current scaling
@@ -19,7 +19,7 @@ class Format(NamedTuple):
 
     Attributes:
         peak: field of ``GPU`` with its peak.
-        rate: share of the peak that its products reach, relative to ``Efficiency.fp8``.
+        rate: share of the peak that its matmuls reach, relative to ``Efficiency.fp8``.
         width: bytes of an operand.
         forward, backward, transposed: bytes that conversions move for an element of input and weight, of the output's
             gradient, and for the gradient of weights.
@@ -55,5 +55,5 @@ def stored(dtype: str) -> str:
 
 
 def peak_name(dtype: str) -> str:
-    """The field of ``GPU`` with the peak of matrix products in ``dtype``."""
+    """The field of ``GPU`` with the peak of matmuls in ``dtype``."""
     return FORMATS[dtype].peak if dtype in FORMATS else dtype

@@ -75,7 +75,7 @@ def sequence_parallel_with_tensor_parallel(
 
 
 def micro_batch_of_least_time(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
-    """The micro-batch that makes ``(b' / b + p - 1) t(b)`` least: large products against a small bubble (eq. 1)."""
+    """The micro-batch that makes ``(b' / b + p - 1) t(b)`` least: large matmuls against a small bubble (eq. 1)."""
     seconds = step_seconds(model, cluster, plan, constants)
     best, least = plan.micro_batch, seconds
     for size in MICRO_BATCHES:

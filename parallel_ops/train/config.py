@@ -83,7 +83,7 @@ class Settings(Section):
             value, own = out["parallel"].pop(name), out.get(section, {})
             own = own if isinstance(own, dict) else own.model_dump(exclude_unset=True)
             wanted = {key: value}
-            if name == "dtype" and isinstance(value, str) and value in RECIPES:  # a plan's float8 is that of products
+            if name == "dtype" and isinstance(value, str) and value in RECIPES:  # a plan's float8 is that of matmuls
                 wanted = {"dtype": "bf16", "linears": value}
             for place, part in wanted.items():
                 if own.get(place, part) != part:

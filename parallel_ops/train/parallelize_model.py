@@ -71,7 +71,7 @@ def parallelize(
         cp_groups: ``"by_length"``: calls of the model may name ``cp_ranks``, any power of two of dp x cp.
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
-        precision: Of the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear``: float8 by a recipe
+        precision: Of the matmuls of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear``: float8 by a recipe
             of ``ops.float8_recipes``, with the plan's ``dtype="bf16"``. emulated: Multiply in fp32, on any device.
         expert_precision: Likewise of their ``Experts``; ``None`` for ``precision``.
         float8_bf16_blocks: As many blocks at the start, and at the end, that keep bf16.

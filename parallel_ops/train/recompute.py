@@ -1,8 +1,8 @@
 """Activation recomputation.
 
 ``none`` keeps everything. ``full`` keeps only the input of every n-th block. ``selective`` keeps the expensive results
-within a block: outputs of matrix products, attention and communication; norms, activations, rotations and dropout are
-recomputed. ``experts`` keeps the rows that experts get and recomputes their products and activation, but no
+within a block: outputs of matmuls, attention and communication; norms, activations, rotations and dropout are
+recomputed. ``experts`` keeps the rows that experts get and recomputes their matmuls and activation, but no
 communication. The results are bit-identical to ``none``: the state of the random generators is restored.
 
 Sources: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198.
@@ -22,14 +22,14 @@ from parallel_ops.layers.experts import Experts
 
 KINDS = ("none", "selective", "full", "experts")
 
-# aten's products and the kernels of SDPA. By name, since the build of torch decides which exist.
+# aten's matmuls and the kernels of SDPA. By name, since the build of torch decides which exist.
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
-# This package's products, attention and communication.
+# This package's matmuls, attention and communication.
 _OURS = (
     "all_gather_linear", "column_parallel_linear", "linear_reduce_scatter", "grouped_linear", "flash_attention",
     "ring_attention", "comm_all_gather", "comm_reduce_scatter", "comm_all_reduce", "comm_all_to_all",

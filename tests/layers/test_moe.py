@@ -46,7 +46,7 @@ def test_one_process_is_a_loop_over_the_experts(options):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_experts_in_float8(options):
-    """Within 3 times 2^-4, the rounding of e4m3, after three products with clamps; no choice and no drop changes."""
+    """Within 3 times 2^-4, the rounding of e4m3, after three matmuls with clamps; no choice and no drop changes."""
     torch.manual_seed(0)
     given = {**options, "capacity_factor": options.get("capacity_factor") and 0.7}  # rows that no block divides
     moe = ParallelMoE(64, 32, tp_mesh=None, dtype=torch.bfloat16, **given)
@@ -168,7 +168,7 @@ def test_any_number_of_chunks_gives_the_same_result():
         for chunks in (2, 5, 6):  # of five the next smaller that divides is three
             got = ranks(2).run(on_rank.layer, {"tp": 2, "ep": 2}, {**options, **more, "overlap": chunks}, True, 3)
             for a, b in zip(got, want, strict=True):
-                # The bits of a small product depend on where a CPU's memory has its factors.
+                # The bits of a small matmul depend on where a CPU's memory has its factors.
                 close = {"rtol": 1e-6, "atol": 5e-6}
                 for name in ("y", "dx"):
                     torch.testing.assert_close(a[name], b[name], **close)

@@ -1,4 +1,4 @@
-"""Linears of experts with float8 products: the formats' error, each expert as a linear alone, torch's kernel."""
+"""Linears of experts with float8 matmuls: the formats' error, each expert as a linear alone, torch's kernel."""
 
 import itertools
 import sys
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel_ops import DeferredWeightGradients, float8_grouped_linear, float8_linear, grouped_linear
-from parallel_ops._internal.gradients.weight_gradients import GradientOf
+from parallel_ops._internal.gradients.weight_gradients import ParameterGrad
 from parallel_ops.ops import sort_by_expert
 from parallel_ops.ops.float8_recipes import E4M3, RECIPES, Quantized, quantize, quantize_groups, swizzled
 
@@ -26,17 +26,17 @@ def inputs(recipe, bias=False):
     chosen = torch.tensor([1] * 150 + [3] * 37 + [1] * 20)[:, None]
     order = sort_by_expert(chosen, N, multiple=RECIPES[recipe].rows)
     x = torch.where(order.rows[:, None] >= 0, drawn(len(order.rows), IN, seed=0), 0)
-    x[order.ends[-1] :] = torch.nan
+    x[order.offs[-1] :] = torch.nan
     weight, biases = drawn(N, OUT, IN, seed=1), drawn(N, OUT, seed=2) if bias else None
     dy = torch.where(order.rows[:, None] >= 0, drawn(len(x), OUT, seed=3), 0)
-    dy[order.ends[-1] :] = torch.nan
+    dy[order.offs[-1] :] = torch.nan
     given = [t if t is None else t.requires_grad_() for t in (x, weight, biases)]
-    return given, order.ends, dy
+    return given, order.offs, dy
 
 
-def results(op, given, ends, dy, **options):
+def results(op, given, offs, dy, **options):
     x, weight, bias = given
-    y = op(x, weight, ends, bias=bias, **options)
+    y = op(x, weight, offs, bias=bias, **options)
     wanted = [t for t in given if t is not None]
     return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
 
@@ -44,15 +44,15 @@ def results(op, given, ends, dy, **options):
 @every_recipe
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_against_fp64(recipe, bias):
-    given, ends, dy = inputs(recipe, bias)
-    found = results(float8_grouped_linear, given, ends, dy, recipe=recipe, emulated=True)
-    end = int(ends[-1])
+    given, offs, dy = inputs(recipe, bias)
+    found = results(float8_grouped_linear, given, offs, dy, recipe=recipe, emulated=True)
+    end = int(offs[-1])
     assert len(dy) > end or recipe == "fp8_rowwise"
     exact = [t if t is None else t.detach().double().requires_grad_() for t in given]
-    wanted = results(grouped_linear, exact, ends, dy.double())
+    wanted = results(grouped_linear, exact, offs, dy.double())
     sizes = [t if t is None else t.detach().double().abs().requires_grad_() for t in given]
     sizes[2] = None
-    bounds = results(grouped_linear, sizes, ends, dy.double().abs())
+    bounds = results(grouped_linear, sizes, offs, dy.double().abs())
     assert all(not t[end:].any() for t in found[:2]) and all(t.isfinite().all() for t in found)
     for got, true, bound in zip(found[:3], wanted[:3], bounds, strict=True):
         assert got.dtype is torch.bfloat16
@@ -67,9 +67,9 @@ def test_products_against_fp64(recipe, bias):
 @every_recipe
 def test_each_expert_is_a_linear_alone(recipe):
     """To the bit; gradients by row are e4m3 here and e5m2 there."""
-    given, ends, dy = inputs(recipe)
-    y, dx, dweight = results(float8_grouped_linear, given, ends, dy, recipe=recipe, emulated=True)
-    for expert, start, end in ((1, 0, int(ends[1])), (3, int(ends[2]), int(ends[3]))):
+    given, offs, dy = inputs(recipe)
+    y, dx, dweight = results(float8_grouped_linear, given, offs, dy, recipe=recipe, emulated=True)
+    for expert, start, end in ((1, 0, int(offs[1])), (3, int(offs[2]), int(offs[3]))):
         x, weight = given[0].detach()[start:end].requires_grad_(), given[1].detach()[expert].requires_grad_()
         alone = float8_linear(x, [weight], [None], recipe=recipe, emulated=True)[0]
         assert torch.equal(y[start:end], alone)
@@ -80,14 +80,14 @@ def test_each_expert_is_a_linear_alone(recipe):
 
 @every_recipe
 def test_a_queue_and_halves_of_a_backward_compute_the_same(recipe):
-    given, ends, dy = inputs(recipe)
+    given, offs, dy = inputs(recipe)
     options = {"recipe": recipe, "emulated": True}
-    _, dx, dweight = results(float8_grouped_linear, given, ends, dy, **options)
-    y = float8_grouped_linear(given[0], given[1], ends, **options)
+    _, dx, dweight = results(float8_grouped_linear, given, offs, dy, **options)
+    y = float8_grouped_linear(given[0], given[1], offs, **options)
     halves = [torch.autograd.grad(y, t, dy, retain_graph=True)[0] for t in given[:2]]
     assert torch.equal(halves[0], dx) and torch.equal(halves[1], dweight)
     queue, weight = DeferredWeightGradients(), torch.nn.Parameter(given[1].detach().clone())
-    y = float8_grouped_linear(given[0], weight, ends, main_grad=GradientOf(weight), deferred=queue, **options)
+    y = float8_grouped_linear(given[0], weight, offs, main_grad=ParameterGrad(weight), deferred=queue, **options)
     (of_x,) = torch.autograd.grad(y, given[0], dy, retain_graph=True)
     assert torch.equal(of_x, dx) and not len(queue)
     y.backward(dy)
@@ -99,7 +99,7 @@ def test_a_queue_and_halves_of_a_backward_compute_the_same(recipe):
 
 @every_recipe
 def test_each_form_is_quantized_once(recipe, monkeypatch):
-    given, ends, dy = inputs(recipe)
+    given, offs, dy = inputs(recipe)
     quantized = []
 
     def counting(t, dtype, form, **options):
@@ -109,7 +109,7 @@ def test_each_form_is_quantized_once(recipe, monkeypatch):
     monkeypatch.setattr(module, "quantize", counting)
     monkeypatch.setattr(module, "quantize_groups", lambda t, *rest: quantized.append(("by column", *t.shape)) or
                         quantize_groups(t, *rest))  # fmt: skip
-    results(float8_grouped_linear, given, ends, dy, recipe=recipe, emulated=True)
+    results(float8_grouped_linear, given, offs, dy, recipe=recipe, emulated=True)
     rows = len(dy)
     turned = (N * OUT, IN) if RECIPES[recipe].square else (N * IN, OUT)
     assert quantized == [(rows, IN), (N * OUT, IN), (rows, OUT), turned, ("by column", rows, OUT),
@@ -173,16 +173,16 @@ def test_calls_of_scaled_grouped_mm(recipe, monkeypatch):
         return found.to(output_dtype)
 
     monkeypatch.setattr(F, "scaled_grouped_mm", stand_in)
-    given, ends, dy = inputs(recipe)
+    given, offs, dy = inputs(recipe)
     x, weight = given[0].detach(), given[1].detach()
     for a, b, gradient in (
         (quantize(x, E4M3, form), module._experts(weight, form), False),
         (quantize(dy, E4M3, form), module._experts(weight, form, transposed=True), True),
-        (quantize_groups(dy, ends, form), quantize_groups(x, ends, form), True),
+        (quantize_groups(dy, offs, form), quantize_groups(x, offs, form), True),
     ):
-        got = module._kernel(Quantized(*a[:2]), Quantized(*b[:2]), ends, form, gradient)
-        wanted = module._multiply(a, b, ends, form, emulated=True)
-        part = [1, 3] if wanted.dim() == 3 else slice(0, int(ends[-1]))
+        got = module._kernel(Quantized(*a[:2]), Quantized(*b[:2]), offs, form, gradient)
+        wanted = module._multiply(a, b, offs, form, emulated=True)
+        part = [1, 3] if wanted.dim() == 3 else slice(0, int(offs[-1]))
         assert torch.equal(got[part], wanted[part])
     assert calls == [True, False, False]
 
@@ -203,13 +203,13 @@ def test_a_kernel_is_used_where_torch_was_built_with_it(built, monkeypatch):
 
 @every_recipe
 def test_compiles_to_one_graph(recipe):
-    given, ends, dy = inputs(recipe, bias=True)
+    given, offs, dy = inputs(recipe, bias=True)
 
-    def call(x, weight, ends, *, bias):
-        return float8_grouped_linear(x, weight, ends, bias=bias, recipe=recipe, emulated=True)
+    def call(x, weight, offs, *, bias):
+        return float8_grouped_linear(x, weight, offs, bias=bias, recipe=recipe, emulated=True)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for a, b in zip(results(call, given, ends, dy), results(compiled, given, ends, dy), strict=True):
+    for a, b in zip(results(call, given, offs, dy), results(compiled, given, offs, dy), strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
@@ -221,19 +221,19 @@ def test_no_rows():
 
 
 def test_refusals():
-    x, weight, ends = drawn(32, 32, seed=0), drawn(2, 16, 32, seed=1), torch.tensor([16, 32])
+    x, weight, offs = drawn(32, 32, seed=0), drawn(2, 16, 32, seed=1), torch.tensor([16, 32])
     for arguments, options, error, message in (
-        ((x, weight, ends), {"emulated": False}, ValueError, "x is on cpu, .* emulated=True"),
-        ((x, weight, ends), {"recipe": "fp8"}, ValueError, "recipe must be one of 'fp8_rowwise', .* got 'fp8'"),
-        ((x.float(), weight, ends), {}, TypeError, "x must be bfloat16, got torch.float32"),
-        ((x, weight[..., :16], ends), {}, ValueError, r"got \[32, 32\] and \[2, 16, 16\]"),
-        ((x, weight, ends), {"recipe": "mxfp8"}, ValueError, r"sizes \[2, 16, 32\], the last of which 32 must divide"),
-        ((x[:30], weight, ends), {}, ValueError, "x has 30 rows, which 16 must divide"),
-        ((x, weight, torch.tensor([15, 32])), {}, ValueError, "ends must be multiples of 16, got 15"),
-        ((x, weight, torch.tensor([16, 48])), {}, ValueError, r"ends\[1\] is 48"),
-        ((x, weight, ends[:1]), {}, ValueError, r"ends must have shape \[2\]"),
-        ((x, weight, ends.float()), {}, TypeError, "ends must be a tensor of int32 or int64"),
-        ((x, weight, ends), {"bias": x[:2]}, ValueError, r"bias must have shape \[2, 16\]"),
+        ((x, weight, offs), {"emulated": False}, ValueError, "x is on cpu, .* emulated=True"),
+        ((x, weight, offs), {"recipe": "fp8"}, ValueError, "recipe must be one of 'fp8_rowwise', .* got 'fp8'"),
+        ((x.float(), weight, offs), {}, TypeError, "x must be bfloat16, got torch.float32"),
+        ((x, weight[..., :16], offs), {}, ValueError, r"got \[32, 32\] and \[2, 16, 16\]"),
+        ((x, weight, offs), {"recipe": "mxfp8"}, ValueError, r"sizes \[2, 16, 32\], the last of which 32 must divide"),
+        ((x[:30], weight, offs), {}, ValueError, "x has 30 rows, which 16 must divide"),
+        ((x, weight, torch.tensor([15, 32])), {}, ValueError, "offs must be multiples of 16, got 15"),
+        ((x, weight, torch.tensor([16, 48])), {}, ValueError, r"offs\[1\] is 48"),
+        ((x, weight, offs[:1]), {}, ValueError, r"offs must have shape \[2\]"),
+        ((x, weight, offs.float()), {}, TypeError, "offs must be a tensor of int32 or int64"),
+        ((x, weight, offs), {"bias": x[:2]}, ValueError, r"bias must have shape \[2, 16\]"),
     ):
         with pytest.raises(error, match=message):
             float8_grouped_linear(*arguments, **{"emulated": True} | options)

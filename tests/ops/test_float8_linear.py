@@ -1,10 +1,10 @@
-"""Linears with float8 products: quantization by row, products within the formats' error, gradients, refusals."""
+"""Linears with float8 matmuls: quantization by row, matmuls within the formats' error, gradients, refusals."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel_ops._internal.gradients.weight_gradients import GradientOf
+from parallel_ops._internal.gradients.weight_gradients import ParameterGrad
 from parallel_ops.layers import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.ops.float8_recipes import RECIPES, device_problem, product, quantize, swizzled
@@ -204,7 +204,7 @@ def test_a_queue_computes_the_same_weight_gradients(recipe):
     )
     queue = DeferredWeightGradients()
     weights[1].requires_grad_(False)
-    targets = [GradientOf(weights[0]), None]
+    targets = [ParameterGrad(weights[0]), None]
     ys = float8_linear(x, weights, [None, None], deferred=queue, targets=targets, **options)
     sum((y * dy).sum() for y in ys).backward()
     assert torch.equal(x.grad, wanted[0]) and weights[0].grad is None and len(queue) == 1

@@ -160,7 +160,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_flops_of_products(name):
-    """As many as torch counts of its own products, of forward and backward together and of frozen weights."""
+    """As many as torch counts of its own matmuls, of forward and backward together and of frozen weights."""
     for frozen in (False, True):
         counts = []
         for function in (MORE[name][0], PRODUCTS[name]):

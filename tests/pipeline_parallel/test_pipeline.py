@@ -219,7 +219,7 @@ def test_bytes_and_peaks_are_the_planners(text, dtype):
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_split_backward_computes_and_sends_nothing_twice(recompute):
-    """Products and exchanges are those of 1F1B whose backward computes both gradients at once."""
+    """Matmuls and exchanges are those of 1F1B whose backward computes both gradients at once."""
     common = f"pp=2,tp=2,sequence_parallel=true,global_batch=2,recompute={recompute},dtype=fp32"
     whole = ranks(4).run(staged.work, f"{common},schedule=1f1b", False)
     for schedule in ("1f1b", "zb-h1"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parallel_ops.planner import RULES, Plan, efficiency, estimate, presets
 from parallel_ops.planner.compute.compute import attention_seconds, head_passes, layer_passes, work_of
 from parallel_ops.planner.compute.efficiency import SHARES
-from parallel_ops.planner.compute.products import Engine, product
+from parallel_ops.planner.compute.matmuls import Engine, product
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
 from parallel_ops.planner.step import StepTime, step_seconds
@@ -123,7 +123,7 @@ def test_a_weight_costs_two_flops_a_token_in_each_pass():
     passes = layer_passes(LLAMA, gpu, IDEAL, work_of(Plan()), sparse=False)
     weights = LLAMA.attention_weights + LLAMA.mlp_weights
     assert passes.weight_grad == pytest.approx(2 * weights * LLAMA.seq_length / 312e12, rel=2e-3)
-    # Causal: half of the blocks and the diagonal; backward five products in place of two.
+    # Causal: half of the blocks and the diagonal; backward five matmuls in place of two.
     scores = LLAMA.seq_length * LLAMA.attention_flops * 0.5 * (1 + 128 / LLAMA.seq_length) / 312e12
     assert passes.forward - passes.weight_grad == pytest.approx(scores, rel=2e-3)
     assert passes.input_grad - passes.weight_grad == pytest.approx(2.5 * scores, rel=2e-3)
@@ -137,7 +137,7 @@ def test_a_product_takes_whole_waves_of_tiles():
     assert 1.25 * four < five < 2 * four
     # An output row that is no whole number of 16 bytes feeds the tensor cores at less than half of their rate.
     assert product(engine, 1024, 121, 1 << 20) > 2 * product(engine, 1024, 128, 1 << 20)
-    # Small products take what the memory takes.
+    # Small matmuls take what the memory takes.
     slow = engine._replace(bandwidth=1e6)
     assert product(slow, 1, 64, 64) == pytest.approx((64 + 64 + 64 * 64) * 2 / 1e6, rel=1e-2)
 

@@ -346,7 +346,7 @@ def test_dtypes_are_values_of_one_search():
         assert problem(model, cluster, each.plan) is None
         assert each.peak_memory.total <= cluster.gpu.memory
         assert "megatron" in systems(model, cluster, each.plan)
-    # A GPU or a system without fp8 products says so.
+    # A GPU or a system without fp8 matmuls says so.
     with pytest.raises(ValueError, match="a100-80 has no fp8 matrix products"):
         search(model, presets.cluster("a100-80x8"), batch=128, options=replace(options, dtype=FORMATS))
     with pytest.raises(ValueError, match=r"deepspeed: .*not dtype=fp8"):

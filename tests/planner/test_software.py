@@ -105,7 +105,7 @@ def test_tensor_parallel_overlap_is_bounded_by_the_products_and_can_be_off():
     full = step(SHARDED, tp_overlap=1.0)
     assert full < step(SHARDED, tp_overlap=0.5) < step(SHARDED, tp_overlap=0.0)
     assert step(replace(SHARDED, tp_overlap=False)) == step(SHARDED, tp_overlap=0.0)
-    # Without sequence parallelism there is nothing that a product could overlap with piece by piece.
+    # Without sequence parallelism there is nothing that a matmul could overlap with piece by piece.
     whole = replace(SHARDED, sequence_parallel=False)
     assert step(whole, tp_overlap=1.0) == step(whole, tp_overlap=0.0)
     slow = replace(H100, intra=replace(H100.intra, bandwidth=1e8))

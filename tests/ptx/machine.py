@@ -72,7 +72,7 @@ class Machine:
         self.shared = SharedMemory(len(programs), shared_bytes, transfers.shared_unit(program))
         self.copies: dict[int, list[transfers.Copy]] = {}
         self.products: list[warpgroup.Product] = []  # under way, oldest first
-        self.batches = 0  # of products, closed by commit_group
+        self.batches = 0  # of matmuls, closed by commit_group
         self.active: Array | None = None  # the threads that run the instruction; None is all
         self.live = np.ones(self.count, np.bool_)
         self._handlers = [_handler(i) for i in program.instructions]

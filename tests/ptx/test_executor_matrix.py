@@ -1,4 +1,4 @@
-"""mma.sync, ldmatrix, cp.async and wgmma in the executor, as Triton uses them for products and for attention."""
+"""mma.sync, ldmatrix, cp.async and wgmma in the executor, as Triton uses them for matmuls and for attention."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_products(capability, dtype, transposed):
 
 @pytest.mark.parametrize("capability", INSTRUCTIONS)
 def test_attention(capability):
-    """The second product has an operand in registers; the barriers of a pipeline lie between its loads and its use."""
+    """The second matmul has an operand in registers; the barriers of a pipeline lie between its loads and its use."""
     q, k, v = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (64, 256, 256))
     k[0] = 0.5
     o = torch.empty(64, 64)

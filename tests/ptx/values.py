@@ -47,7 +47,7 @@ def to_bfloat16(x: Array) -> Array:
 
 
 def to_tf32(x: Array) -> Array:
-    """fp32 rounded to the 10 bits of mantissa that a tf32 product reads, to nearest, ties away from zero."""
+    """fp32 rounded to the 10 bits of mantissa that a tf32 matmul reads, to nearest, ties away from zero."""
     return ((np.asarray(x, np.float32).view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 

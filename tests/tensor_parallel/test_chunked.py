@@ -200,7 +200,7 @@ FC1 = choose.Product("gather", 8192, 7168, 8192, 7 * 8192 * 1024 * 2, 8, True, t
 
 
 class TestRule:
-    """What decides in deterministic mode: bytes and the time of the product."""
+    """What decides in deterministic mode: bytes and the time of the matmul."""
 
     @pytest.mark.parametrize("phase", ["gather", "scatter"])
     def test_cuts_where_messages_and_products_hide_each_other(self, phase):
@@ -209,7 +209,7 @@ class TestRule:
     def test_leaves_whole_what_has_little_to_hide(self):
         assert choose.by_rule(dataclasses.replace(FC1, sent=FC1.sent // 20), H100) == OFF  # less than chunks cost
         assert choose.by_rule(dataclasses.replace(FC1, rows=64, sent=FC1.sent // 128), H100) == OFF  # latencies
-        assert choose.by_rule(dataclasses.replace(FC1, columns=8), H100) == OFF  # hardly a product
+        assert choose.by_rule(dataclasses.replace(FC1, columns=8), H100) == OFF  # hardly a matmul
         assert choose.by_rule(FC1, None) == OFF  # an unknown device, or a CPU
 
     @given(

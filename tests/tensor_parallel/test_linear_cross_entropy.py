@@ -18,8 +18,8 @@ from support.ranks.distributed import Raised, ranks
 devices = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.vocab_parallel_linear_cross_entropy.default
 OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}, {"reduction": "none"}, {"reduction": "sum"}]
-# Products over thousands of columns add them in an order that the BLAS chooses by the size of the chunk, and each
-# rank's product is rounded to the dtype before the ranks' products are added.
+# Matmuls over thousands of columns add them in an order that the BLAS chooses by the size of the chunk, and each
+# rank's matmul is rounded to the dtype before the ranks' matmuls are added.
 PRODUCT = 12
 options_of_any_kind = st.fixed_dictionaries(
     {

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear
-from parallel_ops._internal.gradients.weight_gradients import GradientOf
+from parallel_ops._internal.gradients.weight_gradients import ParameterGrad
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from support.parallelism.parallel_linear import OPS, leaf, normal
 from support.ranks.distributed import Raised, ranks
@@ -72,7 +72,7 @@ def grad_of_a_dtensor(rank: int, kind: str) -> list[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     part = normal(2, 3, 8, seed=1)
     parameter = torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(1)]))
-    plain, target, queue = leaf(part), GradientOf(parameter), DeferredWeightGradients()
+    plain, target, queue = leaf(part), ParameterGrad(parameter), DeferredWeightGradients()
     for step in range(2):
         x = normal(4, 8, seed=2 + step)
         for local, options in (

@@ -96,7 +96,7 @@ def _owned(parts: Tensor, sizes: list[int], rank: int) -> Tensor:
 
 
 def unfused(rank: int, kind: str, tensors: list[Tensor], sizes: list[int], pieces: int) -> list[Tensor]:
-    """(y, dx, dW) by broadcasts and products of the same pieces, one after the other; x, W and dy are this rank's."""
+    """(y, dx, dW) by broadcasts and matmuls of the same pieces, one after the other; x, W and dy are this rank's."""
     x, weight, grad = tensors
     starts = [0, *itertools.accumulate(sizes)]
     chunks = [c for start, n in zip(starts, sizes, strict=False) for c in _pieces(start, n, pieces)]
@@ -223,7 +223,7 @@ class TestOneRank:
 
     @pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])
     def test_any_strides(self, op):
-        """On integers: how a product of other numbers rounds depends on where its factors lie in memory."""
+        """On integers: how a matmul of other numbers rounds depends on where its factors lie in memory."""
         args = [integers(5, 2, 8, seed=1).requires_grad_(), integers(3, 8, seed=2).requires_grad_()]
         ours = lambda *a: op(*a, group=None)  # noqa: E731
         grad = integers(5, 2, 3, seed=3)

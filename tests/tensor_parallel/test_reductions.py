@@ -163,7 +163,7 @@ def test_collectives_of_a_backward_run_beside_its_products(module, exact, expect
         ((8, 2, 2), (), ["dW0"], ["dW1", "dW2"]),
         ((4, 4, 4), (), ["dW0", "dW1"], ["dW2"]),
         ((2, 2, 8), (), ["dW0", "dW1"], ["dW2"]),
-        ((6, 6), (0,), ["dW0", "dW1"], []),  # a frozen one has no product
+        ((6, 6), (0,), ["dW0", "dW1"], []),  # a frozen one has no matmul
         ((6, 6), (0, 1), [], []),
     ],
 )

@@ -165,7 +165,7 @@ def linears(rank, biased, fastest):
         x = torch.randint(-2, 3, (4, 2, 8), generator=torch.Generator().manual_seed(1 + rank)).to(BF16).requires_grad_()
         with (
             mock.patch.object(pulls, "_peers", {group: peers}),
-            mock.patch("parallel_ops.triton_kernels.gated_product.gated_product", product),
+            mock.patch("parallel_ops.triton_kernels.gated_matmul.gated_matmul", product),
             mock.patch.multiple(symmetric, may_measure=lambda device: fastest is not None),
             mock.patch.object(calls, "_fastest", lambda run, way, device: run(way) is None or float(way != fastest)),
             torch.library._scoped_library("symm_mem", "IMPL") as library,

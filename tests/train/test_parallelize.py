@@ -85,7 +85,7 @@ def test_recomputation_keeps_fewer_bytes_and_the_same_bits():
 
 
 def test_experts_alone_are_recomputed():
-    """Their products and the activation; what every token uses is kept."""
+    """Their matmuls and the activation; what every token uses is kept."""
     config = TransformerConfig(
         num_layers=2, hidden_size=16, num_heads=2, vocab_size=31, seq_length=8, activation="swiglu", bias=False,
         experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=24, shared_experts=1),

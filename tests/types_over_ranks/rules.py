@@ -245,7 +245,7 @@ def typed(mesh: ParallelMesh) -> Iterator[OverGroups]:
     axes = Axes(mesh)
     # Every rank has other tokens over these, so gradients of parameters are reduced over them.
     tokens = dict.fromkeys(axes.named("loss"), R)
-    read, placed, mean = parameters.to_local, context.Place.shard, context.Context.mean
+    read, placed, mean = parameters.to_local, context.SequenceShard.shard, context.Context.mean
 
     def to_local(module: Any, *given: Tensor | None, partial: Any = None) -> tuple[Tensor | None, ...]:
         with spmd.no_typecheck():
@@ -263,7 +263,7 @@ def typed(mesh: ParallelMesh) -> Iterator[OverGroups]:
             spmd.assert_type(local, types)
         return found
 
-    def shard(place: context.Place, x: Tensor) -> Tensor:
+    def shard(place: context.SequenceShard, x: Tensor) -> Tensor:
         with spmd.no_typecheck():
             mine = placed(place, x)
         if mine is not x and spmd.has_local_type(x):
@@ -281,7 +281,7 @@ def typed(mesh: ParallelMesh) -> Iterator[OverGroups]:
                 stack.callback(setattr, module, "to_local", read)
                 module.to_local = to_local  # type: ignore[attr-defined]
         for owner, name, old, new in (
-            (context.Place, "shard", placed, shard),
+            (context.SequenceShard, "shard", placed, shard),
             (context.Context, "mean", mean, mean_loss),
         ):
             stack.callback(setattr, owner, name, old)

@@ -1,8 +1,8 @@
 """The backward of block attention: dK and dV by blocks of keys along queries, dQ by blocks of queries along keys.
 
-Two kernels that each compute the scores again, seven products instead of five, so that no program adds to what another
+Two kernels that each compute the scores again, seven matmuls instead of five, so that no program adds to what another
 one writes: no atomics, the same bits on every run. Limited by the tensor cores: whole tiles at 128 dims take an H100
-1,024 and 1,536 cycles of products beside 550 and 570 of issue, at 64 dims 1,024 and 768 beside 680 and 490 (counted in
+1,024 and 1,536 cycles of matmuls beside 550 and 570 of issue, at 64 dims 1,024 and 768 beside 680 and 490 (counted in
 the compiled code for sm_90, 4,096 operations of bf16 a cycle; nothing measured).
 """
 

@@ -102,7 +102,7 @@ def _hints(strides: tuple[int, ...]) -> dict[str, int | bool]:
 
 
 def _factors(q: Tensor, scale: float, softcap: float) -> tuple[bool, float, float]:
-    """(16-bit data, the factor of products, the cap), in the units of ``_attention.exponential``."""
+    """(16-bit data, the factor of matmuls, the cap), in the units of ``_attention.exponential``."""
     fast = q.dtype is not torch.float32
     unit = _LOG2_E if fast else 1.0
     if softcap > 0.0:
@@ -111,7 +111,7 @@ def _factors(q: Tensor, scale: float, softcap: float) -> tuple[bool, float, floa
 
 
 def _precision(q: Tensor) -> str:
-    """How fp32 products are made: like PyTorch's, or of three tf32 products, which is as exact as fp32."""
+    """How fp32 matmuls are made: like PyTorch's, or of three tf32 matmuls, which is as exact as fp32."""
     return "tf32" if q.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
@@ -131,7 +131,7 @@ def _tiles(q: Tensor, v: Tensor, softcap: float, draws: _Draws, spans: Tensor | 
 
 
 def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Elements of a row of q and k, and of v and the output; padded, for products of at least 16."""
+    """Elements of a row of q and k, and of v and the output; padded, for matmuls of at least 16."""
     dims, dims_v = q.shape[3], v.shape[3]
     return {
         "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)),

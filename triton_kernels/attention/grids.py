@@ -1,8 +1,8 @@
 """Number and order of the programs of the attention kernels.
 
 A program keeps a block of queries or of keys, and takes as long as the walk along what the block sees: under a causal
-mask some take many times as long as others. With all registers of a multiprocessor it runs there alone. So a grid fills
-a GPU if there are some programs for each multiprocessor and the longest go first: then all end at about the same time.
+mask some take many times as long as others. With all registers of an SM it runs there alone. So a grid fills
+a GPU if there are some programs for each SM and the longest go first: then all end at about the same time.
 `benchmarks/gpu_model/attention.py` schedules the grids of given shapes.
 """
 
@@ -29,7 +29,7 @@ def group_splits(programs: int, group: int, device: torch.device) -> int:
     """Parts of a group of query heads that programs of dK and dV share: the fewest that fill the GPU.
 
     ``programs``: with one part. Sums of parts are added in their order by another kernel, so results depend on the
-    number of multiprocessors, and are the same on the same model of GPU. At three and a half programs a multiprocessor
+    number of SMs, and are the same on the same model of GPU. At three and a half programs an SM
     the schedule of a causal mask is 94 % full or more; twice as many would double the fp32 sums written and read.
     """
     for splits in range(1, group):

@@ -6,9 +6,9 @@ registers a thread: the accumulators of dK and dV alone take 128 of them at 128 
 and tcgen05 want 64 rows of own tokens for four warps, for which dK and dV of 256 dims have no place on an H100 under
 dropout, a cap or documents. The philox words of dropout need registers beside all that.
 
-Three stages, where shared memory has room for them: with two, the copies of the next tile start behind the products of
+Three stages, where shared memory has room for them: with two, the copies of the next tile start behind the matmuls of
 this one, and the loop waits for them at once. With one, a tile is loaded and stored, so that programs hide each other's
-loads alone: dQ on sm_100, where Triton puts no proxy fence between copies that arrive in a loop and the products that
+loads alone: dQ on sm_100, where Triton puts no proxy fence between copies that arrive in a loop and the matmuls that
 read them. ``tests/kernels/attention/test_machine_code.py`` looks at the compiled code for all of that.
 """
 
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
     queries: Tile  # dQ
 
     def ahead(self) -> "Tiles":
-        """With three stages where there are two: products of a tile beside the copies of the next one."""
+        """With three stages where there are two: matmuls of a tile beside the copies of the next one."""
         return Tiles(*(t._replace(stages=3) if t.stages == 2 else t for t in self))
 
 
@@ -59,7 +59,7 @@ _NARROW = {
     (100, 128): Tiles(Tile(128, 64), Tile(16, 64), Tile(128, 64, stages=1)).ahead(),
     (100, 256): Tiles(Tile(128, 32), Tile(32, 32), Tile(64, 32, stages=1)),
 }
-# Products of fp32 as three of tf32 hold each operand twice. Beyond 128 dims some of that is spilled at any size tried.
+# Matmuls of fp32 as three of tf32 hold each operand twice. Beyond 128 dims some of that is spilled at any size tried.
 _FP32 = {
     64: Tiles(Tile(64, 32, warps=4), Tile(32, 32), Tile(64, 32, warps=4)),
     128: Tiles(Tile(16, 32), Tile(32, 16, stages=1), Tile(16, 32)),

@@ -12,7 +12,7 @@ from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, scratch
 from parallel_ops.triton_kernels._launch import launch
 
 # Slots of a block: pairs of slots within it are compared, so work for each slot is proportional to it, and the counts
-# that one program adds up to its inverse. 65,536 slots are 128 blocks, one for each multiprocessor of an H200.
+# that one program adds up to its inverse. 65,536 slots are 128 blocks, one for each SM of an H200.
 BLOCK = 512
 _OTHERS = 32
 _WARPS = 8
@@ -20,12 +20,12 @@ _WARPS = 8
 _COUNTS = 8192
 
 
-def sort(experts: Tensor, rows: Tensor, places: Tensor, ends: Tensor, *, capacity: int | None, multiple: int) -> None:
-    """Fills ``rows``, ``places`` and ``ends``, which are contiguous."""
+def sort(experts: Tensor, rows: Tensor, places: Tensor, offs: Tensor, *, capacity: int | None, multiple: int) -> None:
+    """Fills ``rows``, ``places`` and ``offs``, which are contiguous."""
     slots, choices = experts.numel(), experts.shape[1]
-    num_experts = ends.shape[0]
+    num_experts = offs.shape[0]
     blocks, block_cols = max(1, cdiv(slots, BLOCK)), next_power_of_2(num_experts)
-    counts = scratch(ends, blocks, num_experts)
+    counts = scratch(offs, blocks, num_experts)
     launch(
         _rank_kernel, (blocks,),
         experts, places, counts, rows, slots, choices, num_experts, rows.shape[0], cdiv(rows.shape[0], blocks),
@@ -34,13 +34,13 @@ def sort(experts: Tensor, rows: Tensor, places: Tensor, ends: Tensor, *, capacit
     )  # fmt: skip
     launch(
         _starts_kernel, (1,),
-        counts, ends, blocks, num_experts, multiple, 0 if capacity is None else capacity,
+        counts, offs, blocks, num_experts, multiple, 0 if capacity is None else capacity,
         LIMITED=capacity is not None, BLOCK_ROWS=max(1, _COUNTS // block_cols), BLOCK_COLS=block_cols,
         num_warps=max(_WARPS, min(16, block_cols // 512)),
     )  # fmt: skip
     launch(
         _place_kernel, (blocks,),
-        experts, counts, ends, places, rows, slots, choices, num_experts, *experts.stride(),
+        experts, counts, offs, places, rows, slots, choices, num_experts, *experts.stride(),
         LIMITED=capacity is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 

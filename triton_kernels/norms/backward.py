@@ -151,7 +151,7 @@ def tile(cols: int) -> dict[str, int]:
 
 
 def _stages(tile_bytes: int, programs: int) -> int:
-    """Stages of the loads: 64 KiB of x and the gradient under way on each multiprocessor while a tile is worked on.
+    """Stages of the loads: 64 KiB of x and the gradient under way on each SM while a tile is worked on.
 
     An H200 needs 25 KiB in flight on each (4.8 TB/s, 700 ns); the incoming gradient of the sum adds half as much again,
     which an A100's 163 KiB of shared memory still holds.

@@ -210,6 +210,6 @@ def fits(cols: int, unit: int, x: Tensor, *others: Tensor | None) -> bool:
 
 
 def staged_backward(workers: int, sums: int, cols: int, *args: Tensor | int | None, **flags: int) -> None:
-    """``workers`` programs, each with a part of ``sums`` gradients of parameters: one fits a multiprocessor."""
+    """``workers`` programs, each with a part of ``sums`` gradients of parameters: one fits an SM."""
     programs = workers + sums * cdiv(cols, 32 * WARPS)
     launch(_staged_backward_kernel, (programs,), *args, **flags, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=WARPS)

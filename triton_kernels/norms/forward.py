@@ -24,7 +24,7 @@ from parallel_ops.triton_kernels._launch import launch, remembered
 MAX_FORWARD = 128 * 1024
 # Elements of a row that a warp takes, 32 a thread: what a row costs beside its elements, two sums over threads and a
 # division, is 11 instructions an element at 16, half of all. Rows of up to 16,384 columns take at most 8 warps, so that
-# several programs fit a multiprocessor.
+# several programs fit an SM.
 WARP_COLS = 1024
 NARROW = 16384
 # Columns a step of the kernels for wide rows: 8 warps with 16 values a thread.
@@ -86,7 +86,7 @@ def _forward_kernel(
             tl.store(sum_ptr + row * cols + col, x, mask=mask)
         wide = to_acc(x)
         kept += (wide if CHUNKS * BLOCK_COLS <= 8192 else x,)
-        # Not a product and a sum: where a thread has one element of a row, the product would be contracted with the sum
+        # Not a matmul and a sum: where a thread has one element of a row, the matmul would be contracted with the sum
         # over threads, and threads that share a row would get different bits.
         sums = (wide if chunk == 0 else sums + wide) if CENTRED else tl.fma(wide, wide, sums)
     mean = quotient(tl.sum(sums, axis=1, keep_dims=True), cols)

@@ -34,7 +34,7 @@ ALIGN = 16
 # Columns per step beyond MAX_ROW, and warps: 16 elements a thread beside as many running sums.
 LOOP_BLOCK = 4096
 LOOP_WARPS = 8
-# Where such rows are short enough, one program a multiprocessor finds them in the L2 cache the second time: 132 rows of
+# Where such rows are short enough, one program an SM finds them in the L2 cache the second time: 132 rows of
 # 65,536 in bf16 and their masks are 25 MB, of an H100's 50. 32 warps with more than 32 registers a thread.
 CACHED_BLOCK = 16384
 CACHED_WARPS = 32

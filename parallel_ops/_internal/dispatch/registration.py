@@ -59,7 +59,7 @@ def register(
         differentiable: how many of the outputs, the first ones, have gradients; ``None`` for all.
         autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. ``None`` if
             autocast changes nothing.
-        flops: for ops that multiply matrices; maps the arguments to the floating-point operations of the products,
+        flops: for ops that multiply matrices; maps the arguments to the floating-point operations of the matmuls,
             two for each multiplication, as ``torch.utils.flop_counter`` counts them.
         reference: the op in plain PyTorch, which runs where torch's forward mode differentiates. It may leave out the
             last outputs, those that only a backward needs. ``None``: forward mode raises.
@@ -141,7 +141,7 @@ def _autocast(call: Callable[..., R], device_type: str, rule: Callable[..., tupl
 
 
 def cast_to_autocast_dtype(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Autocast rule of ops between two matrix products: everything in the autocast dtype.
+    """Autocast rule of ops between two matmuls: everything in the autocast dtype.
 
     fp64 stays fp64, as under torch's own autocast.
     """

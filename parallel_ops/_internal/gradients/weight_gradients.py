@@ -1,7 +1,7 @@
 """Where the weight gradients of a linear go, and when they are computed.
 
     dW   = dy^T x                 returned to autograd, in the dtype of W
-    M   += dy^T x                 with ``main_grad=M``: accumulated without rounding the product, none for autograd
+    M   += dy^T x                 with ``main_grad=M``: accumulated without rounding the matmul, none for autograd
     later                         with ``deferred=queue``: as above, but when the queue is computed
 
 The last is for zero-bubble pipeline schedules (Qi et al., arXiv:2401.10241): the backward that other stages wait for
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ops._internal.distributed.compat import new_dtensor
-from parallel_ops._internal.gradients.grouped_products import add_outer_products, outer_products
+from parallel_ops._internal.gradients.grouped_matmul import add_outer_products, outer_products
 
-# CPUs have no product of 16-bit matrices with a 32-bit result, so the factors are made wider there, so many bytes of
-# each at a time: large enough for a product to run at full speed, small next to weights and activations.
+# CPUs have no matmul of 16-bit matrices with a 32-bit result, so the factors are made wider there, so many bytes of
+# each at a time: large enough for a matmul to run at full speed, small next to weights and activations.
 _WIDE_BYTES = 16 << 20
 _COLS = 8192
 
@@ -44,9 +44,9 @@ class DeferredWeightGradients:
     Examples:
         >>> import torch
         >>> from parallel_ops import DeferredWeightGradients, grouped_linear
-        >>> deferred, ends = DeferredWeightGradients(), torch.tensor([3, 5], dtype=torch.int32)
+        >>> deferred, offs = DeferredWeightGradients(), torch.tensor([3, 5], dtype=torch.int32)
         >>> x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
-        >>> grouped_linear(x, weight, ends, deferred=deferred).sum().backward()
+        >>> grouped_linear(x, weight, offs, deferred=deferred).sum().backward()
         >>> weight.grad is None, len(deferred)
         (True, 1)
         >>> deferred.compute()
@@ -112,16 +112,16 @@ class Accumulator(abc.ABC):
     """What a weight gradient is added to, where that is more than a tensor."""
 
     @abc.abstractmethod
-    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> Tensor | None:
+    def add(self, dz: Tensor, h: Tensor, offs: Tensor | None = None) -> Tensor | None:
         """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``; returns what autograd gets.
 
         Args:
-            ends: ``[groups]``, int32 or int64: where each group of rows ends. The gradient is then ``[groups, N, K]``,
-                a product for each group.
+            offs: ``[groups]``, int32 or int64: where each group of rows offs. The gradient is then ``[groups, N, K]``,
+                a matmul for each group.
         """
 
 
-class GradientOf(Accumulator):
+class ParameterGrad(Accumulator):
     """The ``.grad`` of a parameter as what a weight gradient is added to: as autograd does, but without its hooks.
 
     Args:
@@ -133,13 +133,13 @@ class GradientOf(Accumulator):
         self._parameter = parameter
 
     @torch.no_grad()
-    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
+    def add(self, dz: Tensor, h: Tensor, offs: Tensor | None = None) -> None:
         """``dz^T h``, in place where there is a gradient, so that who holds on to it sees the sum."""
         if (grad := self._local_gradient()) is None:
-            self.add_whole(_product(dz, h, ends))
+            self.add_whole(_product(dz, h, offs))
             return
-        shape = (dz.shape[1], h.shape[1]) if ends is None else (len(ends), dz.shape[1], h.shape[1])
-        add_product(grad.view(shape), dz, h, ends)
+        shape = (dz.shape[1], h.shape[1]) if offs is None else (len(offs), dz.shape[1], h.shape[1])
+        add_product(grad.view(shape), dz, h, offs)
 
     @torch.no_grad()
     def add_whole(self, product: Tensor) -> None:
@@ -162,8 +162,8 @@ class GradientOf(Accumulator):
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-class Postponed(Accumulator):
-    """Keeps the factors of a product, which ``compute`` then adds to a target.
+class DeferredFactors(Accumulator):
+    """Keeps the factors of a matmul, which ``compute`` then adds to a target.
 
     Args:
         target: not autograd.
@@ -176,11 +176,11 @@ class Postponed(Accumulator):
         self._target = target
         self.factors: tuple[Tensor, ...] = ()
 
-    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
-        self.factors = (dz, h) if ends is None else (dz, h, ends)
+    def add(self, dz: Tensor, h: Tensor, offs: Tensor | None = None) -> None:
+        self.factors = (dz, h) if offs is None else (dz, h, offs)
 
     def compute(self) -> None:
-        """Adds the product to the target."""
+        """Adds the matmul to the target."""
         add_to(self._target, *self.factors)
 
 
@@ -188,33 +188,33 @@ class Postponed(Accumulator):
 Target = Tensor | Accumulator | None
 
 
-def add_to(target: Target, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> Tensor | None:
+def add_to(target: Target, dz: Tensor, h: Tensor, offs: Tensor | None = None) -> Tensor | None:
     """Adds ``dz^T h``, as ``Accumulator.add``, to the target; returns what autograd gets."""
     if target is None:
-        return _product(dz, h, ends)
+        return _product(dz, h, offs)
     if isinstance(target, Accumulator):
-        return target.add(dz, h, ends)
-    add_product(target, dz, h, ends)
+        return target.add(dz, h, offs)
+    add_product(target, dz, h, offs)
     return None
 
 
-def _product(dz: Tensor, h: Tensor, ends: Tensor | None) -> Tensor:
-    return dz.t() @ h if ends is None else outer_products(dz, h, ends)
+def _product(dz: Tensor, h: Tensor, offs: Tensor | None) -> Tensor:
+    return dz.t() @ h if offs is None else outer_products(dz, h, offs)
 
 
-def add_product(total: Tensor, dz: Tensor, h: Tensor, ends: Tensor | None = None, *, rounded: bool = False) -> None:
+def add_product(total: Tensor, dz: Tensor, h: Tensor, offs: Tensor | None = None, *, rounded: bool = False) -> None:
     """``total += dz^T h``, accumulated in the dtype of ``total``.
 
     Args:
         total: ``[N, K]``, float32 or the dtype of the factors (16 bits of another kind, under autocast, are added to
             rounded).
         dz, h: ``[rows, N]`` and ``[rows, K]``, of one dtype.
-        ends: where groups of rows end; ``total`` is then ``[groups, N, K]``.
-        rounded: on a CPU the product of bfloat16 factors may be rounded to bfloat16 before it is added: twice as fast
+        offs: where groups of rows end; ``total`` is then ``[groups, N, K]``.
+        rounded: on a CPU the matmul of bfloat16 factors may be rounded to bfloat16 before it is added: twice as fast
             where the CPU has units for it. Otherwise nothing is rounded on the way.
     """
-    if ends is not None:
-        add_outer_products(total, dz, h, ends, add_product)
+    if offs is not None:
+        add_outer_products(total, dz, h, offs, add_product)
     elif total.dtype == dz.dtype:
         total.addmm_(dz.t(), h)
     elif total.itemsize < 4:
@@ -254,7 +254,7 @@ def targets_of(
                     f"{op}: deferred needs weights that are leaves, or a main_grad; the gradient of a weight that was "
                     "computed from another would reach neither"
                 )
-            targets[i] = GradientOf(weight)
+            targets[i] = ParameterGrad(weight)
         elif target is not None and not isinstance(target, Accumulator):
             _check_main_grad(op, target, weight)
     if any(target is not None for target in targets):

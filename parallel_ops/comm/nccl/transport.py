@@ -1,6 +1,6 @@
 """The transport over a communicator of our own: one call of the binding enqueues all that an op exchanges.
 
-    caller's stream   product, record ............................ wait, product
+    caller's stream   matmul, record ............................ wait, matmul
     NCCL's stream            wait, grouped sends and receives, record
 
 The host waits for neither stream. What is sent and received is kept alive until the handle was waited for, as its
@@ -18,7 +18,7 @@ from parallel_ops._nccl import Communicator, Event, NcclError, is_capturing
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send
 
-# Multiprocessors that one operation may take from the product beside it, where NCCL's own choice is up to 32 of 132.
+# SMs that one operation may take from the matmul beside it, where NCCL's own choice is up to 32 of 132.
 # By calculation, not by measurement: one CTA copies 25 to 30 GB/s, so 16 fill the 450 GB/s of an H100's links.
 MAX_CTAS = 16
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
 
 # Exchanges on their way while a piece is multiplied: with one, the link would idle between the end of a message and the
-# end of the product that the host is busy with.
+# end of the matmul that the host is busy with.
 IN_FLIGHT = 2
 
 

@@ -58,13 +58,13 @@ def stacked(stock: type[nn.Module], activation: Activation | None, watch: Watch 
             return stock.forward(self, hidden_states, top_k_index, top_k_weights)
         order = sort_by_expert(top_k_index, self.num_experts)
         weights = top_k_weights.flatten().index_select(0, order.rows)
-        rows = grouped_linear(permute(hidden_states, order), self.gate_up_proj, order.ends)
+        rows = grouped_linear(permute(hidden_states, order), self.gate_up_proj, order.offs)
         if activation == "silu":
             rows = bias_swiglu(rows, weights=weights)
         else:
             gate, up = rows.chunk(2, dim=-1)
             rows = gelu_mul(gate, up, approximate=activation or "none", weights=weights)
-        return unpermute(grouped_linear(rows, self.down_proj, order.ends), order).to(hidden_states.dtype)
+        return unpermute(grouped_linear(rows, self.down_proj, order.offs), order).to(hidden_states.dtype)
 
     def kept(self: Any) -> dict[str, str]:
         reason = obstacle(self.config._experts_implementation)
@@ -80,9 +80,9 @@ def interleaved(stock: type[nn.Module], activation: Activation | None, watch: Wa
     def forward(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         order = sort_by_expert(router_indices, self.num_experts)
         up = self.gate_up_proj.transpose(1, 2)
-        rows = grouped_linear(permute(hidden_states, order), up, order.ends, bias=self.gate_up_proj_bias)
+        rows = grouped_linear(permute(hidden_states, order), up, order.offs, bias=self.gate_up_proj_bias)
         rows = bias_swiglu(rows, alpha=self.alpha, limit=self.limit, up_offset=1.0, interleaved=True)
-        rows = grouped_linear(rows, self.down_proj.transpose(1, 2), order.ends, bias=self.down_proj_bias)
+        rows = grouped_linear(rows, self.down_proj.transpose(1, 2), order.offs, bias=self.down_proj_bias)
         return unpermute(rows, order, routing_weights).to(hidden_states.dtype)
 
     return {"forward": forward}

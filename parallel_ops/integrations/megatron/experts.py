@@ -149,9 +149,9 @@ def _order(routing_map: Tensor, rows: int | None) -> ExpertOrder:
     experts = torch.arange(routing_map.shape[1], dtype=torch.int32, device=routing_map.device)
     order = ops.sort_by_expert(torch.where(routing_map.bool(), experts, -1), routing_map.shape[1])
     if rows is None:
-        rows = int(order.ends[-1])
-        return ExpertOrder(order.rows[:rows], order.places, order.ends)
+        rows = int(order.offs[-1])
+        return ExpertOrder(order.rows[:rows], order.places, order.offs)
     # Megatron drops what goes beyond the rows.
     return ExpertOrder(
-        order.rows[:rows], order.places.masked_fill(order.places >= rows, -1), order.ends.clamp(max=rows)
+        order.rows[:rows], order.places.masked_fill(order.places >= rows, -1), order.offs.clamp(max=rows)
     )

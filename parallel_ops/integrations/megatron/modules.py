@@ -20,7 +20,7 @@ from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatte
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the product overlaps with the gather.
+    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the matmul overlaps with the gather.
 
     Without sequence parallelism Megatron's own code runs, which overlaps the all-reduce of the input's gradient with
     the weight's gradient.

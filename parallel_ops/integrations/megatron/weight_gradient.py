@@ -41,8 +41,8 @@ class MainGrad(Accumulator):
     def __init__(self, weight: Any) -> None:
         self._weight, self._main_grad = weight, weight.main_grad
 
-    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> Tensor | None:
-        add_product(self._main_grad, dz, h, ends)
+    def add(self, dz: Tensor, h: Tensor, offs: Tensor | None = None) -> Tensor | None:
+        add_product(self._main_grad, dz, h, offs)
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True

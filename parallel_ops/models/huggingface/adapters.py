@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops.layers.lora import is_of_experts, names_of
-from parallel_ops.models.huggingface.families import Family, Stored
+from parallel_ops.models.huggingface.families import Family, TensorMapping
 from parallel_ops.models.huggingface.loading import safetensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -45,7 +45,7 @@ class Adapters:
     base: str | None
 
 
-def module_of(family: Family, linear: str) -> tuple[str, Stored]:
+def module_of(family: Family, linear: str) -> tuple[str, TensorMapping]:
     """The name of a linear in the Hugging Face model, and how its weight is stored.
 
     Raises:
@@ -76,7 +76,7 @@ def write_adapters(
     Raises:
         FileExistsError: The folder has files. OSError: It cannot be written. ImportError: safetensors is not installed.
     """
-    modules: dict[str, list[tuple[str, Stored]]] = {}
+    modules: dict[str, list[tuple[str, TensorMapping]]] = {}
     for linear in adapters.linears:
         name, stored = module_of(family, linear)
         modules.setdefault(name, []).append((linear, stored))
@@ -105,7 +105,7 @@ def write_adapters(
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _joined(parts: Sequence[tuple[str, Stored]], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+def _joined(parts: Sequence[tuple[str, TensorMapping]], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """A and B of one linear of the files."""
     names = [(*names_of(linear), stored) for linear, stored in parts]
     found = [(read(a), read(b), stored) for _, a, b, stored in names]
@@ -120,7 +120,7 @@ def _joined(parts: Sequence[tuple[str, Stored]], read: Callable[[str], Tensor]) 
 
 
 def _of_experts(
-    name: str, modules: Mapping[str, Any], stored: Stored, a: Tensor, b: Tensor
+    name: str, modules: Mapping[str, Any], stored: TensorMapping, a: Tensor, b: Tensor
 ) -> tuple[str, Tensor, Tensor]:
     """Name, A and B of a parameter of experts, as peft's ``ParamWrapper`` has them: of two parameters of one module,
     the wrapper of the first is inside that of the second."""
@@ -131,7 +131,9 @@ def _of_experts(
     return f"{module}.base_layer" if inner else module, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
-def _config(family: Family, adapters: Adapters, modules: Mapping[str, Sequence[tuple[str, Stored]]]) -> dict[str, Any]:
+def _config(
+    family: Family, adapters: Adapters, modules: Mapping[str, Sequence[tuple[str, TensorMapping]]]
+) -> dict[str, Any]:
     # Those of which several are one have a rank of their own.
     wide = {name: len(parts) for name, parts in modules.items() if len(parts) > 1}
     every = {module_of(family, linear)[0]: is_of_experts(linear) for linear in adapters.every}

@@ -12,7 +12,7 @@ from parallel_ops.models.huggingface.families import (
     LLAMA_NAMES,
     LLAMA_TENSORS,
     Family,
-    Stored,
+    TensorMapping,
     kinds_of,
     windows_of,
 )
@@ -20,13 +20,13 @@ from parallel_ops.models.huggingface.rotary import Options, read_rotary, write_r
 from parallel_ops.models.latent import LatentAttentionConfig
 
 
-def _experts_at(mlp: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, Stored]:
+def _experts_at(mlp: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, TensorMapping]:
     """Tensors of a layer with experts, whose MLP has this name in the files."""
     names = {kind: f"model.layers.{{}}.{mlp}.experts.{{}}.{kind}.weight" for kind in (gate, up, down)}
     return {
-        "layers.{}.mlp.router.weight": Stored(f"model.layers.{{}}.{mlp}.{router}.weight"),
-        "layers.{}.mlp.experts.gate_up": Stored(f"{names[gate]} {names[up]}", parts=2),
-        "layers.{}.mlp.experts.down": Stored(names[down]),
+        "layers.{}.mlp.router.weight": TensorMapping(f"model.layers.{{}}.{mlp}.{router}.weight"),
+        "layers.{}.mlp.experts.gate_up": TensorMapping(f"{names[gate]} {names[up]}", parts=2),
+        "layers.{}.mlp.experts.down": TensorMapping(names[down]),
     }
 
 
@@ -181,13 +181,13 @@ _GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 _GPT_OSS_TENSORS = {
-    "attention.sink": Stored("self_attn.sinks"),
-    "mlp.router.weight": Stored("mlp.router.weight"),
-    "mlp.router.bias": Stored("mlp.router.bias"),
-    "mlp.experts.gate_up": Stored("mlp.experts.gate_up_proj", transposed=True, stacked=True, interleaved=True),
-    "mlp.experts.gate_up_bias": Stored("mlp.experts.gate_up_proj_bias", stacked=True, interleaved=True),
-    "mlp.experts.down": Stored("mlp.experts.down_proj", transposed=True, stacked=True),
-    "mlp.experts.down_bias": Stored("mlp.experts.down_proj_bias", stacked=True),
+    "attention.sink": TensorMapping("self_attn.sinks"),
+    "mlp.router.weight": TensorMapping("mlp.router.weight"),
+    "mlp.router.bias": TensorMapping("mlp.router.bias"),
+    "mlp.experts.gate_up": TensorMapping("mlp.experts.gate_up_proj", transposed=True, stacked=True, interleaved=True),
+    "mlp.experts.gate_up_bias": TensorMapping("mlp.experts.gate_up_proj_bias", stacked=True, interleaved=True),
+    "mlp.experts.down": TensorMapping("mlp.experts.down_proj", transposed=True, stacked=True),
+    "mlp.experts.down_bias": TensorMapping("mlp.experts.down_proj_bias", stacked=True),
 }
 
 
@@ -271,10 +271,10 @@ _DEEPSEEK_TENSORS = (
     LLAMA_TENSORS
     | _experts_at("mlp", "gate_proj", "up_proj", "down_proj")
     | {
-        f"layers.{{}}.{ours}.weight": Stored(f"model.layers.{{}}.{theirs}.weight")
+        f"layers.{{}}.{ours}.weight": TensorMapping(f"model.layers.{{}}.{theirs}.weight")
         for ours, theirs in _DEEPSEEK_LAYER.items()
     }
-    | {"layers.{}.mlp.router.selection_bias": Stored("model.layers.{}.mlp.gate.e_score_correction_bias")}
+    | {"layers.{}.mlp.router.selection_bias": TensorMapping("model.layers.{}.mlp.gate.e_score_correction_bias")}
 )
 
 
@@ -290,7 +290,7 @@ def deepseek(compressed: bool) -> Family:
         always=LLAMA_ALWAYS,
         read=_read_deepseek,
         write=_write_deepseek,
-        tensors=_DEEPSEEK_TENSORS | {"layers.{}.attention.q.weight": Stored(f"model.layers.{{}}.{q}.weight")},
+        tensors=_DEEPSEEK_TENSORS | {"layers.{}.attention.q.weight": TensorMapping(f"model.layers.{{}}.{q}.weight")},
         constants=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         copies={"embed_tokens.weight": "tokens.weight", "shared_head.head.weight": "head.weight"},
     )

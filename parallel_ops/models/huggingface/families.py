@@ -10,7 +10,7 @@ from parallel_ops.models.huggingface.rotary import Options, listed, read_rotary,
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorMapping:
     """Where a parameter is stored in the files.
 
     Attributes:
@@ -31,14 +31,14 @@ class Stored:
     interleaved: bool = False
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """A piece of a parameter, and where it is stored.
 
     Attributes:
         stored: the tensor in the files. place: the slices of the parameter that it is, one a dimension.
     """
 
-    stored: Stored
+    stored: TensorMapping
     place: tuple[slice, ...]
 
     def file_shape(self, whole: Sequence[int]) -> list[int]:
@@ -75,7 +75,7 @@ class Family:
     always: Mapping[str, Any]
     read: Callable[[Options], Options]
     write: Callable[[TransformerConfig], Options]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorMapping]
     prefix: str
     constants: str
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Family:
             for name, parameter in self.copies.items()
         }
 
-    def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int]) -> list[TensorSlice]:
         """The pieces of ``parameter``, of the whole ``shape``, and where each is stored.
 
         Raises:
@@ -98,18 +98,18 @@ class Family:
         stored = self._stored(parameter)
         if len(shape) == 3 and stored.stacked:  # an expert at a time: all of a layer are large
             matrix = tuple(slice(0, size) for size in shape[1:])
-            return [Piece(stored, (slice(expert, expert + 1), *matrix)) for expert in range(shape[0])]
+            return [TensorSlice(stored, (slice(expert, expert + 1), *matrix)) for expert in range(shape[0])]
         if len(shape) < 3:
-            return [Piece(stored, tuple(slice(0, size) for size in shape))]
+            return [TensorSlice(stored, tuple(slice(0, size) for size in shape))]
         each, found = shape[1] // stored.parts, []
         for expert in range(shape[0]):
             for part, name in enumerate(stored.name.split(" ")):
                 rows = slice(part * each, (part + 1) * each)
                 place = (slice(expert, expert + 1), rows, slice(0, shape[2]))
-                found.append(Piece(Stored(name.format(expert), stored.transposed), place))
+                found.append(TensorSlice(TensorMapping(name.format(expert), stored.transposed), place))
         return found
 
-    def _stored(self, parameter: str) -> Stored:
+    def _stored(self, parameter: str) -> TensorMapping:
         layer = re.match(r"layers\.(\d+)\.", parameter)
         found = self.tensors.get(parameter if layer is None else "layers.{}." + parameter[layer.end() :])
         if found is None:
@@ -220,11 +220,11 @@ _LLAMA_LAYER = {
     "mlp.down": "mlp.down_proj",
 }
 LLAMA_TENSORS = {
-    "tokens.weight": Stored("model.embed_tokens.weight"),
-    "norm.weight": Stored("model.norm.weight"),
-    "head.weight": Stored("lm_head.weight"),
+    "tokens.weight": TensorMapping("model.embed_tokens.weight"),
+    "norm.weight": TensorMapping("model.norm.weight"),
+    "head.weight": TensorMapping("lm_head.weight"),
     **{
-        f"layers.{{}}.{ours}.{kind}": Stored(f"model.layers.{{}}.{theirs}.{kind}")
+        f"layers.{{}}.{ours}.{kind}": TensorMapping(f"model.layers.{{}}.{theirs}.{kind}")
         for ours, theirs in _LLAMA_LAYER.items()
         for kind in ("weight", "bias")
     },
@@ -250,18 +250,22 @@ _GPT2_LAYER = {
     "mlp.down": ("mlp.c_proj", True),
 }
 _GPT2_TENSORS = {
-    "tokens.weight": Stored("transformer.wte.weight"),
-    "positions.weight": Stored("transformer.wpe.weight"),
-    "norm.weight": Stored("transformer.ln_f.weight"),
-    "norm.bias": Stored("transformer.ln_f.bias"),
-    "head.weight": Stored("lm_head.weight"),
+    "tokens.weight": TensorMapping("transformer.wte.weight"),
+    "positions.weight": TensorMapping("transformer.wpe.weight"),
+    "norm.weight": TensorMapping("transformer.ln_f.weight"),
+    "norm.bias": TensorMapping("transformer.ln_f.bias"),
+    "head.weight": TensorMapping("lm_head.weight"),
     **{
-        f"layers.{{}}.{ours}.{kind}": Stored(f"transformer.h.{{}}.{theirs}.{kind}", transposed and kind == "weight")
+        f"layers.{{}}.{ours}.{kind}": TensorMapping(
+            f"transformer.h.{{}}.{theirs}.{kind}", transposed and kind == "weight"
+        )
         for ours, (theirs, transposed) in _GPT2_LAYER.items()
         for kind in ("weight", "bias")
     },
     **{
-        f"layers.{{}}.attention.{ours}.{kind}": Stored(f"transformer.h.{{}}.attn.c_attn.{kind}", kind == "weight", i, 3)
+        f"layers.{{}}.attention.{ours}.{kind}": TensorMapping(
+            f"transformer.h.{{}}.attn.c_attn.{kind}", kind == "weight", i, 3
+        )
         for i, ours in enumerate("qkv")
         for kind in ("weight", "bias")
     },

@@ -21,7 +21,7 @@ from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block
-from parallel_ops.models.huggingface.families import Piece, Stored
+from parallel_ops.models.huggingface.families import TensorMapping, TensorSlice
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -261,7 +261,7 @@ class _Files:
         assert out is not None
         return out
 
-    def _read_piece(self, piece: Piece, common: Slices, shape: Sequence[int]) -> Tensor:
+    def _read_piece(self, piece: TensorSlice, common: Slices, shape: Sequence[int]) -> Tensor:
         """The slices ``common`` of a parameter of the whole ``shape``, which are all in one piece."""
         stored, place = piece
         if stored.stacked:
@@ -273,7 +273,7 @@ class _Files:
         found = self._values(stored.name, index[::-1] if stored.transposed else index)
         return found.t() if stored.transposed else found
 
-    def _read_stack(self, stored: Stored, common: Slices, shape: Sequence[int]) -> Tensor:
+    def _read_stack(self, stored: TensorMapping, common: Slices, shape: Sequence[int]) -> Tensor:
         """The same of a parameter of experts that are one tensor in the files."""
         experts, rows, *columns = common
         order = torch.arange(rows.start, rows.stop, device="cpu")
@@ -298,12 +298,12 @@ class _Files:
             factors = factors.repeat_interleave(n, dim).narrow(dim, part.start % n, part.stop - part.start)
         return found.to(torch.float32) * factors
 
-    def _pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+    def _pieces(self, parameter: str, shape: Sequence[int]) -> list[TensorSlice]:
         found = self._family.pieces(parameter, shape)
         if not self._bare:
             return found
         prefix = self._family.prefix
-        return [Piece(replace(stored, name=stored.name.removeprefix(prefix)), place) for stored, place in found]
+        return [TensorSlice(replace(stored, name=stored.name.removeprefix(prefix)), place) for stored, place in found]
 
     def _head(self) -> str:
         return self._pieces("head.weight", [1])[0].stored.name

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.huggingface.config_json import family_of, options_of
-from parallel_ops.models.huggingface.families import Piece
+from parallel_ops.models.huggingface.families import TensorSlice
 from parallel_ops.models.huggingface.loading import (
     CONFIG,
     INDEX,
@@ -49,7 +49,7 @@ def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes
     if rank != 0 and (mesh is None or 0 not in mesh.mesh):
         return  # another replica is saved
     family = family_of(options)
-    tensors: dict[str, list[tuple[Piece, Tensor]]] = {}  # by name in the files; blocks in order
+    tensors: dict[str, list[tuple[TensorSlice, Tensor]]] = {}  # by name in the files; blocks in order
     for name, t in parameters.items():
         for piece in family.pieces(name, t.shape):
             tensors.setdefault(piece.stored.name, []).append((piece, t))
@@ -113,11 +113,11 @@ class _Writer:
         (self.part / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _numel(piece: Piece) -> int:
+def _numel(piece: TensorSlice) -> int:
     return math.prod(part.stop - part.start for part in piece.place)
 
 
-def joined(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
+def joined(blocks: list[tuple[TensorSlice, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
     """The pieces of parameters that are one tensor in the files, in the files' layout and in host memory.
 
     Args:
@@ -135,14 +135,14 @@ def joined(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, kee
     return (rows.t() if stored.transposed and not stored.stacked else rows).contiguous()
 
 
-def _in_stack(piece: Piece, full: Tensor) -> Tensor:
+def _in_stack(piece: TensorSlice, full: Tensor) -> Tensor:
     """Parameters of experts, ``[n, ...]``, in the layout of a file that stacks them."""
     if piece.stored.interleaved:
         full = full.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return full.transpose(1, 2) if piece.stored.transposed else full
 
 
-def _whole(piece: Piece, t: DTensor) -> Tensor:
+def _whole(piece: TensorSlice, t: DTensor) -> Tensor:
     """A piece of a DTensor, on all ranks of its mesh."""
     if t.dim() < 3:
         return t.full_tensor()

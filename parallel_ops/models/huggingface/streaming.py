@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.config_json import family_of, options_of
-from parallel_ops.models.huggingface.families import Piece
+from parallel_ops.models.huggingface.families import TensorSlice
 from parallel_ops.models.huggingface.loading import CONFIG, INDEX
 from parallel_ops.models.huggingface.saving import joined, split_files
 
@@ -52,7 +52,7 @@ def write_folder(
     options = options_of(config, loaded)
     options["torch_dtype"] = str(dtype).removeprefix("torch.")
     family = family_of(options)
-    tensors: dict[str, list[tuple[Piece, str]]] = {}  # by name in the files; blocks in order
+    tensors: dict[str, list[tuple[TensorSlice, str]]] = {}  # by name in the files; blocks in order
     for name, shape in shapes.items():
         for piece in family.pieces(name, shape):
             tensors.setdefault(piece.stored.name, []).append((piece, name))

@@ -182,7 +182,7 @@ def _max_logit(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, stati
         scores, visible = logits_of(q, k, options)
         return scores.masked_fill(~visible, -math.inf).amax((0, 2, 3))
     if options.sink is not None or resolve(options, q, k, v) != "triton":
-        # The sink, and others' kernels, leave no maximum. A few columns of v spare the second product.
+        # The sink, and others' kernels, leave no maximum. A few columns of v spare the second matmul.
         ours = options._replace(sink=None, dropout_seed=None, dropout_p=0.0, backend="auto" if q.is_cpu else "triton")
         statistics = _forward(q, k, v[..., :16], *ours)[1]
     largest = statistics[0]

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 def attention_flops(
     q_shape: Sequence[int], keys: int, d_v: int, cu_seqlens: Tensor | None, backward: bool = False
 ) -> int:
-    """Operations of the products, two a multiplication.
+    """Operations of the matmuls, two a multiplication.
 
     Args:
         q_shape: ``[s, b, h, d]``. keys: tokens of k and v. d_v: size of a head of v.

@@ -1,6 +1,6 @@
 """The order of tokens by expert: a stable counting sort of the slots (token, choice) by the expert that they chose.
 
-A slot is token * k + choice. The rows of expert e are rows[ends[e - 1]:ends[e]], its slots in token order; then come
+A slot is token * k + choice. The rows of expert e are rows[offs[e - 1]:offs[e]], its slots in token order; then come
 rows of padding, which hold -1. places is the inverse: the row of each slot. The number of rows follows from the shapes,
 so that a GPU need not be waited for: without a capacity it is t * k + n * (multiple - 1), rounded down to the multiple,
 the most that any choice can need; what is left past the last expert's end is padding. With a capacity c each expert has
@@ -24,22 +24,22 @@ class ExpertOrder(NamedTuple):
     Attributes:
         rows: ``[r]`` int32: the slot (token * k + choice) that a row comes from, -1 for padding.
         places: ``[t, k]`` int32: the row of each slot, -1 where it was dropped or has no expert.
-        ends: ``[n]`` int32: the end of each expert's rows, padding included, as the offs of torch._grouped_mm.
+        offs: ``[n]`` int32: the end of each expert's rows, padding included, as the offs of torch._grouped_mm.
 
     Examples:
         >>> import torch
         >>> from parallel_ops import sort_by_expert
-        >>> sort_by_expert(torch.tensor([[2], [0], [2]]), num_experts=3).ends  # one row for expert 0, two for expert 2
+        >>> sort_by_expert(torch.tensor([[2], [0], [2]]), num_experts=3).offs  # one row for expert 0, two for expert 2
         tensor([1, 1, 3], dtype=torch.int32)
     """
 
     rows: Tensor
     places: Tensor
-    ends: Tensor
+    offs: Tensor
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, *, capacity: int | None = None, multiple: int = 1) -> ExpertOrder:
-    """The order in which tokens lie by expert, for ``permute``, ``unpermute`` and grouped matrix products.
+    """The order in which tokens lie by expert, for ``permute``, ``unpermute`` and grouped matmuls.
 
     Args:
         experts: ``[t, k]``, int64 or int32, any strides: the experts that each token chose; -1 is no expert, and the
@@ -50,7 +50,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, capacity: int | None = 
 
     Returns:
         ``ExpertOrder`` with ``n * capacity`` rows, or ``(t * k + n * (multiple - 1)) // multiple * multiple`` without a
-        capacity: t * k for a multiple of 1. Rows past ``ends[-1]`` are padding.
+        capacity: t * k for a multiple of 1. Rows past ``offs[-1]`` are padding.
 
     Raises:
         TypeError: experts or options that are no integers. ValueError: wrong shapes, options out of range, 2^31 rows or
@@ -62,7 +62,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, capacity: int | None = 
         >>> import torch
         >>> from parallel_ops import sort_by_expert
         >>> order = sort_by_expert(torch.tensor([[1], [0], [1]]), num_experts=2)
-        >>> order.rows.tolist(), order.ends.tolist()  # token 1, then tokens 0 and 2; where the rows of each expert end
+        >>> order.rows.tolist(), order.offs.tolist()  # token 1, then tokens 0 and 2; where the rows of each expert end
         ([1, 0, 2], [1, 3])
     """
     if torch.compiler.is_compiling():
@@ -99,8 +99,8 @@ def sort_by_expert_reference(
     else:
         padded = torch.full_like(counts[:num_experts], capacity)
         total = num_experts * capacity
-    ends = padded.cumsum(0)
-    starts = torch.cat([ends - padded, ends[-1:]])
+    offs = padded.cumsum(0)
+    starts = torch.cat([offs - padded, offs[-1:]])
     rank = torch.arange(t * k, device=ids.device) - first[sorted_ids]
     kept = sorted_ids < num_experts
     if capacity is not None:
@@ -110,7 +110,7 @@ def sort_by_expert_reference(
     rows.scatter_(0, torch.where(kept, place, total), slots.int())  # slots that are left out share the last row
     places = torch.empty(t * k, dtype=torch.int32, device=ids.device)
     places[slots] = place.int()
-    return ExpertOrder(rows[:-1], places.view(t, k), ends.int())
+    return ExpertOrder(rows[:-1], places.view(t, k), offs.int())
 
 
 def row_count(slots: int, num_experts: int, capacity: int | None, multiple: int) -> int:
@@ -163,9 +163,9 @@ def forward(experts: Tensor, num_experts: int, capacity: int | None, multiple: i
         return sort_by_expert_reference(experts, num_experts, capacity=capacity, multiple=multiple)
     from parallel_ops.triton_kernels.experts import order as kernels
 
-    rows, places, ends = outputs(experts, num_experts, capacity, multiple)
-    kernels.sort(experts, rows, places, ends, capacity=capacity, multiple=multiple)
-    return rows, places, ends
+    rows, places, offs = outputs(experts, num_experts, capacity, multiple)
+    kernels.sort(experts, rows, places, offs, capacity=capacity, multiple=multiple)
+    return rows, places, offs
 
 
 _sort = register("sort_by_expert", outputs=outputs, cuda=forward)

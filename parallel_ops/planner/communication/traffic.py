@@ -36,7 +36,7 @@ from parallel_ops.planner.communication.network import (
     start_seconds,
     transfer,
 )
-from parallel_ops.planner.compute.compute import Passes, Work, attention_seconds
+from parallel_ops.planner.compute.compute import PassTimes, Work, attention_seconds
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.documents import shares
 from parallel_ops.planner.memory.recomputation import recomputed
@@ -48,7 +48,7 @@ from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Transfer
 
 Transfers = list[tuple[Transfer, float]]
-_NONE = Passes(0.0, 0.0, 0.0)
+_NONE = PassTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class MicroBatchTraffic:
 
     Attributes:
         exposed: seconds that computation waits.
-        beside_products: the part of ``exposed`` that may overlap with products (``Efficiency.tp_overlap``).
+        beside_products: the part of ``exposed`` that may overlap with matmuls (``Efficiency.tp_overlap``).
         transfers: each transfer and its count.
     """
 
-    exposed: Passes
+    exposed: PassTimes
     transfers: tuple[tuple[Transfer, float], ...]
-    beside_products: Passes = _NONE
+    beside_products: PassTimes = _NONE
 
 
 @lru_cache(maxsize=65536)
@@ -111,15 +111,15 @@ def layer_traffic(
         forward += exposed[0]
         backward += exposed[1]
     waits, hidden = (
-        Passes(forward, backward + again * (forward - not_again), 0.0),
-        Passes(overlapped, (1 + again) * overlapped, 0.0),
+        PassTimes(forward, backward + again * (forward - not_again), 0.0),
+        PassTimes(overlapped, (1 + again) * overlapped, 0.0),
     )
     return MicroBatchTraffic(waits, tuple(found), hidden)
 
 
 def _sum(cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float, *, gathers: bool = True) -> Transfer:
     """The sum of ``size`` bytes over the tensor-parallel ranks. ``gathers``: small ones may be all-gathers; else what
-    runs beside products."""
+    runs beside matmuls."""
     link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
     gathered = efficiency.gathered_sums if gathers else 0.0
     return all_reduce_transfer("tp", plan.tp, size, link, start=start, gathered=gathered)
@@ -159,7 +159,7 @@ def _tensor_parallel(
     # Experts that are not split over the group have no tensor-parallel communication of their own.
     routed = sparse and plan.expert_shards == 1
     blocks = int(not routed or model.shared_experts > 0) + int(m is None)
-    # Latent attention sends its compressed vectors, of which the rotary part of the keys is in no product.
+    # Latent attention sends its compressed vectors, of which the rotary part of the keys is in no matmul.
     latent = (m.query_rank or model.hidden_size) + m.key_value_rank if m is not None else 0
     entering = latent + m.rope_head if m is not None else 0
     found: Transfers
@@ -281,10 +281,10 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
 
     A table of positions is split like that of tokens, with the rows of one sequence. The fused loss sums the gradient
     before the output embedding in fp32, an unfused output embedding in the model's dtype. Sums of the gradients of
-    norms, and inputs gathered again for the gradients of weights, are hidden behind products.
+    norms, and inputs gathered again for the gradients of weights, are hidden behind matmuls.
     """
     if work.tp == 1:
-        return MicroBatchTraffic(Passes(0.0, 0.0, 0.0), ())
+        return MicroBatchTraffic(PassTimes(0.0, 0.0, 0.0), ())
     plan = _plan_of(work)
     ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
     start = start_seconds(efficiency, ranks)
@@ -318,5 +318,5 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
         else:
             backward.append(_sum(cluster, plan, efficiency, gradient, gathers=not plan.fused_loss))
         forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))
-    waits = Passes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
+    waits = PassTimes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
     return MicroBatchTraffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))

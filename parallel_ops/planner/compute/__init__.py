@@ -1,1 +1,1 @@
-"""Compute: time of matrix products and kernels."""
+"""Compute: time of matmuls and kernels."""

@@ -1,6 +1,6 @@
 """Time of one micro-batch in one layer: forward F, gradient of the input I, gradient of the weights W.
 
-    linears           2 FLOPs per weight and token in each of F, I and W, as products of their shapes (``products.py``).
+    linears           2 FLOPs per weight and token in each of F, I and W, as matmuls of their shapes (``matmuls.py``).
                       Only these are in low precision; their operands are converted first (``precision.py``)
     attention         4 s h FLOPs per token in F and twice that in I; FlashAttention skips masked blocks and recomputes
                       the scores in I
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.products import Engine, linear, product
+from parallel_ops.planner.compute.matmuls import Engine, linear, product
 from parallel_ops.planner.documents import shares
 from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
@@ -27,7 +27,7 @@ from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS, FROZEN_BYTES, stored
 
-# 16-bit FLOPs and exponentials of a multiprocessor a clock, where FLOPs no longer take longer for heads of 64.
+# 16-bit FLOPs and exponentials of an SM a clock, where FLOPs no longer take longer for heads of 64.
 _SFU_BOUND = {"blackwell": (8192, 16)}
 # Rows of scores in one block of FlashAttention.
 _FLASH_BLOCK = 128
@@ -37,7 +37,7 @@ Shape = tuple[float, float, float, float]
 Spread = tuple[int, int, float, float]
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of the passes F, I and W of one micro-batch."""
 
     forward: float
@@ -49,14 +49,14 @@ class Passes(NamedTuple):
         """F + I + W."""
         return self.forward + self.input_grad + self.weight_grad
 
-    def __add__(self, other: "Passes") -> "Passes":  # type: ignore[override]
-        return Passes(
+    def __add__(self, other: "PassTimes") -> "PassTimes":  # type: ignore[override]
+        return PassTimes(
             self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
         )
 
-    def times(self, factor: float) -> "Passes":
+    def times(self, factor: float) -> "PassTimes":
         """All three, multiplied by ``factor``."""
-        return Passes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+        return PassTimes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
 
 
 class Work(NamedTuple):
@@ -117,7 +117,7 @@ def work_of(plan: Plan) -> Work:
 
 
 @lru_cache(maxsize=65536)
-def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool) -> Passes:
+def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool) -> PassTimes:
     """Seconds of one micro-batch in one layer on one GPU, without communication and launches."""
     tokens = model.seq_length * work.micro_batch / work.cp
     bandwidth = gpu.bandwidth * efficiency.memory
@@ -155,7 +155,7 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
         seconds = tuple(each * tokens / bandwidth for each in moved)
         again = _modules_again(model, products, work, spread, tokens, scores, seconds)
     again *= recomputed_share(model, work.recompute_layers)
-    return Passes(f, i + scores_back + backward + again, w)
+    return PassTimes(f, i + scores_back + backward + again, w)
 
 
 def _adapted(model: Model, tp: int, tokens: float, sparse: bool) -> list[Shape]:
@@ -169,7 +169,7 @@ def _with_adapters(
     """F, I and W of linears that are frozen, with adapters. ``moved``: bytes of the accumulation of their gradients.
 
     The adapter's output is added to the linear's, and its gradient to that of the input. Frozen weights of 4 bits are
-    read and written in 16 before the products of F and of I.
+    read and written in 16 before the matmuls of F and of I.
     """
     (f, i), w, width = linears, moved / engine.bandwidth, _width(stored(work.dtype))
     for rows, inputs, outputs, count in _adapted(model, work.tp, tokens, sparse):
@@ -227,7 +227,7 @@ def _modules_again(
 
 
 @lru_cache(maxsize=65536)
-def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> Passes:
+def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> PassTimes:
     """Seconds of one micro-batch in the output embedding and the loss, on one GPU, without communication."""
     tokens = model.seq_length * work.micro_batch / work.cp
     width = 4 if work.dtype == "fp32" else 2
@@ -235,22 +235,22 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
     vocab = math.ceil(model.vocab_size / work.tp)
     f, i, w = linear(engine_of(gpu, efficiency, work.dtype), tokens, model.hidden_size, vocab, width=width)
     # Bytes per logit. Unfused: written, read, converted to fp32, three passes in fp32; fp32 gradient, converted back.
-    # Fused: written, read for the loss, read and written for the gradient, read by two products.
-    # In place: written, read twice, its gradient written over it and read by two products.
+    # Fused: written, read for the loss, read and written for the gradient, read by two matmuls.
+    # In place: written, read twice, its gradient written over it and read by two matmuls.
     forward, backward = (8, 4) if work.fused_loss else (10, 4) if work.inplace_loss else (20, 14)
     logits = tokens * vocab / bandwidth
     w += (width + 2 * work.grad_bytes) * model.hidden_size * vocab / bandwidth
-    return Passes(f + forward * logits, i + backward * logits, 0.0 if model.lora_rank else w)
+    return PassTimes(f + forward * logits, i + backward * logits, 0.0 if model.lora_rank else w)
 
 
 def _width(dtype: str) -> float:
-    """Bytes of an operand of a product."""
+    """Bytes of an operand of a matmul."""
     return FORMATS[dtype].width if dtype in FORMATS else 4 if dtype == "fp32" else 2
 
 
 @lru_cache(maxsize=4096)
 def engine_of(gpu: GPU, efficiency: Efficiency, dtype: str) -> Engine:
-    """The rates of matrix products in ``dtype``; bf16 for low precision, which only the linears of layers use."""
+    """The rates of matmuls in ``dtype``; bf16 for low precision, which only the linears of layers use."""
     peak = gpu.peak(stored(dtype))
     return Engine(peak * efficiency.matmul, gpu.bandwidth * efficiency.memory, gpu.multiprocessors)
 
@@ -274,7 +274,7 @@ def _exponentials(model: Model, generation: str) -> tuple[float, float]:
 
 
 def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, keys: float) -> tuple[float, float]:
-    """Seconds of attention (scores and their product with the values) of one micro-batch, forward and backward.
+    """Seconds of attention (scores and their matmul with the values) of one micro-batch, forward and backward.
 
     The queries are those of one rank; ``keys``: keys per sequence, all or those of one block of ring attention.
     """
@@ -288,7 +288,7 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
         if work.cp_kind == "ring" and (found := shares(model, work.cp)):
             flops *= found.uneven
         ahead, back = _exponentials(model, gpu.generation)
-        # The backward pass recomputes the scores: five products instead of two.
+        # The backward pass recomputes the scores: five matmuls instead of two.
         return ahead * flops / (peak * efficiency.flash_forward), 2.5 * back * flops / (
             peak * efficiency.flash_backward
         )
@@ -350,7 +350,7 @@ def linear_shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iter
 def _expert_products(
     model: Model, engine: Engine, tp: int, spread: Spread, tokens: float
 ) -> list[tuple[Shape, Engine]]:
-    """The linears of the routed experts of one rank, with equally used experts, and the rate of their products."""
+    """The linears of the routed experts of one rank, with equally used experts, and the rate of their matmuls."""
     ep, shards, rate, half = spread
     local = model.experts / ep
     rows = tokens * shards / tp * model.experts_per_token / local
@@ -391,7 +391,7 @@ def _elementwise(
         activation = activation[0] + 2 * inputs * width * ffn / work.tp, activation[1]
     if work.flash_attention:
         return around, activation, (0.0, 0.0)
-    # The scores' traffic in products is counted there. Forward: softmax and dropout read and write. Backward: dropout
+    # The scores' traffic in matmuls is counted there. Forward: softmax and dropout read and write. Backward: dropout
     # reads and writes, softmax reads P and dP and writes. Masks come on top.
     rows = model.num_heads * model.seq_length / work.tp
     forward = (4 if model.dropout else 2) * width + mask

@@ -20,18 +20,18 @@ class Efficiency:
     """Shares of the peak that a GPU generation reaches, and overheads in seconds.
 
     Attributes:
-        matmul: share of the 16-bit peak FLOP/s that large 16-bit matrix products reach.
-        fp8: share of the fp8 peak that large fp8 matrix products reach.
+        matmul: share of the 16-bit peak FLOP/s that large 16-bit matmuls reach.
+        fp8: share of the fp8 peak that large fp8 matmuls reach.
         flash_forward, flash_backward: share of the 16-bit peak that FlashAttention reaches; masked blocks do not count.
         memory: share of the memory bandwidth that elementwise ops and the optimizer reach.
         links, network: share of the bandwidth inside and between nodes that collectives reach.
         dispatch: share of the bandwidth between nodes that the all-to-alls of experts reach; 0 for ``network``.
         interference: cost of overlap, as a share of the shorter of communication and computation. Both use the same
-            multiprocessors and memory.
-        tp_overlap: share of tensor-parallel communication that products hide, if the plan overlaps them.
-        grouped: rate of the products of experts with many rows each, relative to others.
+            SMs and memory.
+        tp_overlap: share of tensor-parallel communication that matmuls hide, if the plan overlaps them.
+        grouped: rate of the matmuls of experts with many rows each, relative to others.
         grouped_fp8: the same in low precision, whose scales are computed expert by expert.
-        grouped_rows: rows of an expert at which its products reach half of ``grouped``: n rows reach n / (n + this).
+        grouped_rows: rows of an expert at which its matmuls reach half of ``grouped``: n rows reach n / (n + this).
         reduce_scatter: bandwidth of data-parallel reduce-scatters, relative to other collectives.
         elementwise: bytes that elementwise ops move, relative to the ops of this package: fused, or unfused without
             ``Plan.fused_ops``.

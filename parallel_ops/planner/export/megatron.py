@@ -67,7 +67,7 @@ def _memory_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    # Transformer Engine keeps the inputs of fp8 products in fp8.
+    # Transformer Engine keeps the inputs of fp8 matmuls in fp8.
     return {"fused_loss": False, "fsdp": False, "activation_dtype": "fp8" if plan.dtype in _RECIPES else ""}
 
 

@@ -35,7 +35,7 @@ SCHEDULES = {
 _SPLIT_BACKWARD = ("zb-v", "dualpipe-v")
 _POLICIES = {"operators": "SelectiveAC", "selective": "KeepProducts", "full": "FullAC"}
 
-# SelectiveAC recomputes every second matrix product, which a plan calls "operators"; "selective" recomputes none.
+# SelectiveAC recomputes every second matmul, which a plan calls "operators"; "selective" recomputes none.
 _KEEP_PRODUCTS = '''
 
 class KeepProducts(SelectiveAC):

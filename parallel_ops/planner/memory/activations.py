@@ -21,7 +21,7 @@ def _layer_bytes(
     # Bytes of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
     inputs = 1 if kept_inputs == "fp8" else width
     if recompute == "operators":
-        # The input, every second of the products Q, K, V, output, gate, up, down, and what attention keeps.
+        # The input, every second of the matmuls Q, K, V, output, gate, up, down, and what attention keeps.
         used = model.experts_per_token + model.shared_experts if sparse else 1
         ffn = (model.expert_ffn if sparse else model.ffn_hidden_size) * used
         products = model.query_width + model.key_value_width / 2 + ffn + model.value_width

@@ -3,7 +3,7 @@
 An adapter of rank r adds x A B to a linear of [n, m], with A [n, r] and B [r, m] (LoRA, arXiv:2106.09685). Every linear
 of the layers has one, but for routers and routed experts. The backward pass computes no gradients of frozen weights,
 so these are neither accumulated nor reduced, and have no optimizer state. ``nf4`` keeps the frozen linears of layers in
-4 bits (QLoRA, arXiv:2305.14314): they are converted to 16 bits for each product.
+4 bits (QLoRA, arXiv:2305.14314): they are converted to 16 bits for each matmul.
 """
 
 from parallel_ops.planner.compute.compute import linear_shapes

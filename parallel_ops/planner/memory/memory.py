@@ -286,7 +286,7 @@ def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
 
 
 def _autograd_owns_gradients(model: Model, plan: Plan) -> bool:
-    """False if products add weight gradients to a buffer of the optimizer, as Megatron-LM's do. Under LoRA, weights of
+    """False if matmuls add weight gradients to a buffer of the optimizer, as Megatron-LM's do. Under LoRA, weights of
     the model have none."""
     return plan.fsdp or plan.gather_parameters or plan.zero > 1 or bool(model.lora_rank)
 

@@ -16,7 +16,7 @@ _SELECTIVE = frozenset(("layernorm", "mlp_act", "moe_act", "mla_up_proj"))
 
 @lru_cache(maxsize=256)
 def recomputed(recompute: str, flash_attention: bool) -> frozenset[str]:
-    """Modules that a value recomputes, ``experts`` among them for products and activation of routed experts. Empty for
+    """Modules that a value recomputes, ``experts`` among them for matmuls and activation of routed experts. Empty for
     ``full`` and ``operators``, which are not by module."""
     if recompute == "selective":
         return _SELECTIVE if flash_attention else frozenset(("core_attn",))

@@ -87,7 +87,7 @@ def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
 
 
 def element_bytes(plan: Plan) -> int:
-    """Bytes of a parameter or an activation; low-precision formats are those of matrix products only."""
+    """Bytes of a parameter or an activation; low-precision formats are those of matmuls only."""
     return 4 if plan.dtype == "fp32" else 2
 
 

@@ -148,7 +148,7 @@ def features(plan: Plan) -> int:
     Data parallelism and ZeRO of any stage leave the model as it is; the other kinds divide it.
     """
     divided = 4 * ((plan.pp > 1) + (plan.ep > 1)) + (2 + plan.cp.bit_length() if plan.cp > 1 else 0)
-    # Each doubling of tensor parallelism makes products narrower.
+    # Each doubling of tensor parallelism makes matmuls narrower.
     divided += 1 + 3 * (plan.tp.bit_length() - 1) if plan.tp > 1 else 0
     sharded = (plan.zero > 0) + (plan.zero == 3) + (plan.dp_replicate > 1)
     uneven, schedule = bool(plan.layers_per_chunk), 2 * (plan.schedule not in ("1f1b", "interleaved"))

@@ -76,13 +76,13 @@ def search(
         The ranked plans. If no plan fits, there are none and ``smallest`` is set.
 
     Raises:
-        ValueError, TypeError: ``batch`` or ``keep`` is not a positive integer, the GPU has no products in the dtype, or
+        ValueError, TypeError: ``batch`` or ``keep`` is not a positive integer, the GPU has no matmuls in the dtype, or
             the target supports no value that the options have for a field.
     """
     given, given_options = _Given(batch=batch, keep=keep), options or default_options(cluster)
     options = within_target(given_options)
     for dtype in options.dtype:
-        cluster.gpu.peak(dtype)  # raises if the GPU has no such products: no plan could run
+        cluster.gpu.peak(dtype)  # raises if the GPU has no such matmuls: no plan could run
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
     rejected = Rejections()

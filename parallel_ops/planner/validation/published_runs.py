@@ -60,7 +60,7 @@ class _System(NamedTuple):
     Attributes:
         software: name of an era.
         plan: fields of every run.
-        fp8: further fields of runs with fp8 products.
+        fp8: further fields of runs with fp8 matmuls.
         fitted: whether constants are fitted to these runs.
     """
 
@@ -73,7 +73,7 @@ class _System(NamedTuple):
 _FP8 = {"activation_dtype": "fp8"}
 # By the start of a source's name, the longest that fits. Gradients are reduced in 16 bits where grad_reduce_in_fp32 is
 # off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
-# loss, and XLA reduces gradients as the products make them.
+# loss, and XLA reduces gradients as the matmuls make them.
 _SYSTEMS = {
     "DeepSpeed": _System("deepspeed-2024", {"fsdp": False, "gather_parameters": True}),
     "fms-fsdp": _System("fsdp-2023", {"grad_dtype": "bf16"}),
@@ -99,7 +99,7 @@ _SYSTEMS = {
         {"fsdp": False, "grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0, "dispatcher": "deepep"},
     ),
     "NeMo": _System("nemo-2024", {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2}, _FP8),
-    # Its scripts switch the overlap of tensor parallelism off. The products of the same machine give two constants.
+    # Its scripts switch the overlap of tensor parallelism off. The matmuls of the same machine give two constants.
     "SimuMax": _System(
         "megatron-bridge-2026", {"fsdp": False, "inplace_loss": True, "tp_overlap": False}, fitted=False
     ),

@@ -1,1 +1,1 @@
-"""Linears whose products overlap with the communication of tensor parallelism."""
+"""Linears whose matmuls overlap with the communication of tensor parallelism."""

@@ -1,4 +1,4 @@
-"""A column-parallel linear on sequence-sharded input, whose all-gather overlaps with the product.
+"""A column-parallel linear on sequence-sharded input, whose all-gather overlaps with the matmul.
 
     y_i     = X W_i^T + b_i                          X = all_gather(x) along the first dimension
     dx      = reduce_scatter(sum over i of dy_i W_i)
@@ -6,11 +6,11 @@
 
 Forward: with chunks, this rank's rows are multiplied first, while the next ones arrive (``chunked.py``). Backward: X is
 gathered again, since only x is saved, while dx is computed, and dx is scattered while dW is computed. Whole collectives
-beside whole products do not slow the products, so the backward is never cut into chunks.
+beside whole matmuls do not slow the matmuls, so the backward is never cut into chunks.
 
 Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx are
 sent once, in the dtype of x, and added in rank order in fp32 (unless ``grad_reduce="backend"``). So the result has the
-same bits on every run, and depends on ``overlap`` only by how products of other shapes round. Sources: Korthikanti et
+same bits on every run, and depends on ``overlap`` only by how matmuls of other shapes round. Sources: Korthikanti et
 al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed
 collectives).
 """
@@ -80,18 +80,18 @@ def all_gather_linear(
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``F.linear(all_gather(x), weight, bias)``, the all-gather overlapped with the product.
+    """``F.linear(all_gather(x), weight, bias)``, the all-gather overlapped with the matmul.
 
     Args:
         x: ``[s_r, H]`` or ``[s_r, ..., H]``, this rank's rows; float32, float16, bfloat16 or float64.
         weight: ``[N, H]``, this rank's output features, dtype and device of ``x``; or several, which share the gather.
         bias: ``[N]``, or one for each weight; ``None`` for none.
         group: the ranks that share the sequence and the output features; ``None`` for one rank.
-        overlap: how communication overlaps with the products.
-            ``"off"``: whole collectives; the backward runs them beside whole products, as Megatron-LM does.
+        overlap: how communication overlaps with the matmuls.
+            ``"off"``: whole collectives; the backward runs them beside whole matmuls, as Megatron-LM does.
             A number: each rank's shard is sent in that many chunks in the forward, multiplied as they arrive; the
             backward is as with ``"off"``.
-            ``"symmetric"``: on GPUs of one node that read each other's memory, one product whose tiles wait for shards
+            ``"symmetric"``: on GPUs of one node that read each other's memory, one matmul whose tiles wait for shards
             that copy engines bring, or torch's ``fused_all_gather_matmul``, the faster one; 16 bits, equal shards; the
             backward is as with ``"off"``.
             ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
@@ -142,7 +142,7 @@ def all_gather_linear_reference(
     group: ProcessGroup | None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """``all_gather_linear`` in plain PyTorch: a collective, then a product."""
+    """``all_gather_linear`` in plain PyTorch: a collective, then a matmul."""
     return F.linear(all_gather(x, group, sizes=sizes), weight, bias)
 
 
@@ -154,7 +154,7 @@ def column_forward(
     biases: Sequence[Tensor | None],
     chunks: int,
 ) -> list[Tensor]:
-    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``chunks`` chunks, with ``OFF`` all before the products."""
+    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``chunks`` chunks, with ``OFF`` all before the matmuls."""
     outputs = [x.new_empty((sum(sizes), *x.shape[1:-1], weight.shape[0])) for weight in weights]
     matrices, h, rows = [y.flatten(0, -2) for y in outputs], matrix(x), rows_of(sizes, x)
 

@@ -28,8 +28,8 @@ from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype,
 from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops._internal.gradients.split_backward import runs
 from parallel_ops._internal.gradients.weight_gradients import (
+    DeferredFactors,
     DeferredWeightGradients,
-    Postponed,
     Target,
     add_to,
     after_backward,
@@ -45,14 +45,14 @@ class WeightGradients(Protocol):
     """Computes weight gradients from their factors.
 
     Args:
-        dys, inputs: the output gradients and the input, matrices of the same rows; their products are the gradients.
+        dys, inputs: the output gradients and the input, matrices of the same rows; their matmuls are the gradients.
         part: the weights whose gradients are computed now.
     """
 
     def __call__(self, dys: Sequence[Tensor], inputs: Tensor, part: slice = ..., /) -> None: ...
 
 
-# Entering a disabled autocast costs the host as much as a small product.
+# Entering a disabled autocast costs the host as much as a small matmul.
 _NOTHING = nullcontext()
 _ALL = slice(None)
 
@@ -176,7 +176,7 @@ class LinearOp(abc.ABC):
         return 2 * rows * sum(w.numel() for w in weights)
 
     def _flops_of_backward(self, x: Tensor, grads: list[Tensor], weights: list[Tensor], *arguments: Any) -> int:
-        """A product for the gradient of x and one for each weight's, of all rows on either side of the op."""
+        """A matmul for the gradient of x and one for each weight's, of all rows on either side of the op."""
         needs = GroupCall(self.name, *arguments).needs
         rows = math.prod(x.shape[1:-1]) * max(x.shape[0], grads[0].shape[0])
         return 2 * rows * sum(w.numel() * (needs[0] + need) for w, need in zip(weights, needs[1:], strict=False))
@@ -275,11 +275,11 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weights = _saved(ctx, grads)
     needs = _requested(ctx)
     call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
-    n, postponed = len(weights), list[Postponed]()
+    n, postponed = len(weights), list[DeferredFactors]()
     of_weights = call.needs_weights(n)
     if ctx.deferred is not None and any(of_weights):
         if ctx.deferred.keep_gathered and ctx.op.gathers_gradient and call.needs[0]:
-            postponed = [Postponed(target) for target in ctx.targets]
+            postponed = [DeferredFactors(target) for target in ctx.targets]
         else:
             nothing = [False] * len(call.needs)
             later = dataclasses.replace(call, needs=[False, *of_weights, *nothing[1 + n :]])

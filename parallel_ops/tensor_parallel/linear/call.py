@@ -1,8 +1,8 @@
 """A call of a linear over a group: its arguments, their comparison between ranks, and how it overlaps.
 
-off         whole collectives; in a backward beside whole products, as in Megatron-LM's linears
+off         whole collectives; in a backward beside whole matmuls, as in Megatron-LM's linears
 n           each rank's shard in n chunks, multiplied as they arrive or sent as they are done (``chunked.py``)
-symmetric   products over memory that the GPUs of a node read from each other (``symmetric.py``)
+symmetric   matmuls over memory that the GPUs of a node read from each other (``symmetric.py``)
 auto        ``off`` or the number of chunks that is the fastest (``choose.py``)
 """
 
@@ -165,11 +165,11 @@ class GroupCall:
     def chunks(
         self, phase: Phase, transport: Transport, like: Tensor, columns: int, inner: int, run: Callable[[int], object]
     ) -> int:
-        """How a product ``[rows, inner] @ [inner, columns]`` overlaps: ``OFF``, ``SYMMETRIC`` or a number of chunks.
+        """How a matmul ``[rows, inner] @ [inner, columns]`` overlaps: ``OFF``, ``SYMMETRIC`` or a number of chunks.
 
         Args:
             phase: whether the input is gathered or the output scattered.
-            like: ``[s, ..., any]`` in the dtype and on the device of the product, any number of rows.
+            like: ``[s, ..., any]`` in the dtype and on the device of the matmul, any number of rows.
             run: runs the op in a way, for timing.
         """
         if self.overlap != AUTO or not (like.is_cuda or choose.may_measure(like.device)):

@@ -3,11 +3,11 @@
 On a GPU ``auto`` runs and times the candidates once for each (phase, rough shape, dtype, group, transport): a warm-up
 and three runs of each. The slowest rank's times count, and chunks must win by 2 %. A choice by timing may differ
 between two runs of a program, and with it the order of some sums. With ``torch.use_deterministic_algorithms(True)``,
-and while a graph is captured, a rule decides, by the bytes that are sent and the time of the product:
+and while a graph is captured, a rule decides, by the bytes that are sent and the time of the matmul:
 
-    whole   product + message                   message = latency + bytes / bandwidth
+    whole   matmul + message                   message = latency + bytes / bandwidth
     cut     the longer of the two, and what the last (gather) or the first (scatter) chunk cannot hide of the other;
-            ``_TAX`` more for the products, as small ones take longer, and a latency for each message
+            ``_TAX`` more for the matmuls, as small ones take longer, and a latency for each message
 
 On a CPU the cores that multiply also copy the messages, so whole collectives are taken.
 """
@@ -32,17 +32,17 @@ OFF = 0
 CANDIDATES = (OFF, 1, 2, 4)
 # Largest ratio to the time of whole collectives at which chunks are taken.
 MARGIN = 0.98
-# How much longer the products of chunks take together than the whole one; assumed, 1.00 to 1.18 on CPUs.
+# How much longer the matmuls of chunks take together than the whole one; assumed, 1.00 to 1.18 on CPUs.
 _TAX = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product and the communication beside it, equal on every rank: the cache key of a choice.
+    """A matmul and the communication beside it, equal on every rank: the cache key of a choice.
 
     Attributes:
         phase: whether the input is gathered or the output scattered.
-        rows, columns, inner: the product is ``[rows, inner] @ [inner, columns]``, ``rows`` those of all ranks.
+        rows, columns, inner: the matmul is ``[rows, inner] @ [inner, columns]``, ``rows`` those of all ranks.
         sent: largest number of bytes that a rank sends. size: number of ranks.
         exact: sums are in rank order, also without chunks.
         transport: its name.
@@ -79,7 +79,7 @@ def choose(product: Product, device: torch.device, group: ProcessGroup, run: Cal
     """``OFF`` or a number of chunks, the same on every rank.
 
     Args:
-        run: runs the product in a way; only called for timing, equally often on every rank.
+        run: runs the matmul in a way; only called for timing, equally often on every rank.
     """
     known, key = measured(group), (product, device)
     if key not in known:
@@ -96,7 +96,7 @@ def pick(seconds: Sequence[float]) -> int:
 
 
 def by_rule(product: Product, rates: Rates | None) -> int:
-    """The choice by bytes and the time of the product; ``OFF`` if the rates of the device are unknown."""
+    """The choice by bytes and the time of the matmul; ``OFF`` if the rates of the device are unknown."""
     if rates is None:
         return OFF
     multiplied = 2 * product.rows * product.columns * product.inner / rates.flops

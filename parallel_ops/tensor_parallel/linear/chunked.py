@@ -1,4 +1,4 @@
-"""The two schedules that overlap communication with matrix products, over any transport, and the whole collectives.
+"""The two schedules that overlap communication with matmuls, over any transport, and the whole collectives.
 
     gather     whole = rows of all ranks        step k: chunk j of rank r + k arrives; own rows are there at once
     scatter    own   = sum over ranks of parts  step k: the part for rank r + k is sent; the own part is computed last
@@ -9,7 +9,7 @@ rank. While a chunk is multiplied, the next ``IN_FLIGHT`` are being sent.
 
 Producers are enqueued before consumers: one host thread posts an exchange, waits for it, then reads its rows. No kernel
 here spins on a flag, so the order is correct for any number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With one
-queue an exchange that waits for the one before it blocks every product that was enqueued after it; then the next
+queue an exchange that waits for the one before it blocks every matmul that was enqueued after it; then the next
 exchange is posted only when a chunk has arrived.
 
 No sums are formed in transit: every partial is sent once, to the rank that owns its rows, and that rank adds them in

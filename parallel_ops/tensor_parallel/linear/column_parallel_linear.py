@@ -74,14 +74,14 @@ def column_parallel_linear(
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``F.linear(copy_to_group(x), weight, bias)``, the all-reduce of its gradient overlapped with the products.
+    """``F.linear(copy_to_group(x), weight, bias)``, the all-reduce of its gradient overlapped with the matmuls.
 
     Args:
         x: ``[s, H]`` or ``[s, ..., H]``, the same on every rank; float32, float16, bfloat16 or float64.
         weight: ``[N, H]``, this rank's output features, dtype and device of ``x``; or several of one ``x``.
         bias: ``[N]``, or one for each weight; ``None`` for none.
         group: the ranks that share the output features; ``None`` for one rank.
-        overlap: how the backward overlaps communication with the products.
+        overlap: how the backward overlaps communication with the matmuls.
             ``"off"``: partial sums are exchanged while dW is computed, of several weights that of the first ones, and
             the sums are gathered beside the others; or the backend's all-reduce runs while dW is computed.
             A number: each rank's rows of dX are sent in that many chunks while dX is computed, and the sums are
@@ -129,7 +129,7 @@ def column_parallel_linear(
 def column_parallel_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: ProcessGroup | None
 ) -> Tensor:
-    """``column_parallel_linear`` in plain PyTorch: a product; in the backward, a collective after the products."""
+    """``column_parallel_linear`` in plain PyTorch: a matmul; in the backward, a collective after the matmuls."""
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
@@ -140,7 +140,7 @@ def _start_sum(
     """The sum of ``partial`` of all ranks as a matrix, complete after ``handle.wait()``.
 
     ``meanwhile`` is called once whole partials are on their way to the ranks that add them; not with chunks, whose
-    messages the products of ``partial`` hide, nor where the backend has an all-reduce.
+    messages the matmuls of ``partial`` hide, nor where the backend has an all-reduce.
     """
     rows = rows_of(call.sizes, x)
     if chunks != OFF:

@@ -1,4 +1,4 @@
-"""Rows that ranks share, quantized where they are: what an all-gather before a float8 product sends.
+"""Rows that ranks share, quantized where they are: what an all-gather before a float8 matmul sends.
 
     forward          q(x_r), rows with their scales           y = q(X) q(W)^T
     weight gradient  q(x_r^T), columns with their scales      dW = q(dY^T) q(X^T)^T

@@ -1,4 +1,4 @@
-"""A row-parallel linear with sequence-sharded output, whose reduce-scatter overlaps with the product.
+"""A row-parallel linear with sequence-sharded output, whose reduce-scatter overlaps with the matmul.
 
     y       = reduce_scatter(x W^T) + b              along the first dimension
     dx      = dY W                                   dY = all_gather(dy)
@@ -60,15 +60,15 @@ def linear_reduce_scatter(
     deferred: DeferredWeightGradients | None = None,
     bias_gradient: Literal["complete", "partial"] = "complete",
 ) -> Tensor:
-    """``reduce_scatter(F.linear(x, weight)) + bias``, the reduction overlapped with the product.
+    """``reduce_scatter(F.linear(x, weight)) + bias``, the reduction overlapped with the matmul.
 
     Args:
         x: ``[s, K]`` or ``[s, ..., K]``, all rows of this rank's input features; float32, float16, bfloat16 or float64.
         weight: ``[N, K]``, this rank's input features, dtype and device of ``x``.
         bias: ``[N]``, the same on every rank; added once, after the sum.
         group: the ranks that share the input features; ``None`` for one rank.
-        overlap: how communication overlaps with the products.
-            ``"off"``: multiply, then reduce (no second product could run beside the collective); gather, then multiply
+        overlap: how communication overlaps with the matmuls.
+            ``"off"``: multiply, then reduce (no second matmul could run beside the collective); gather, then multiply
             in the backward.
             A number: each rank's rows are sent in that many chunks, forward as soon as they are computed, backward
             multiplied as they arrive.
@@ -129,7 +129,7 @@ def linear_reduce_scatter_reference(
     group: ProcessGroup | None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """``linear_reduce_scatter`` in plain PyTorch, with a partial gradient of bias: a product, then a collective."""
+    """``linear_reduce_scatter`` in plain PyTorch, with a partial gradient of bias: a matmul, then a collective."""
     y = reduce_scatter(F.linear(x, weight), group, sizes=sizes)
     return y if bias is None else y + bias
 
@@ -138,7 +138,7 @@ def row_forward(
     transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, chunks: int,
     *, exact: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``y = reduce_scatter(x W^T) + b``; shards are sent in ``chunks`` chunks, with ``OFF`` all after the product."""
+    """``y = reduce_scatter(x W^T) + b``; shards are sent in ``chunks`` chunks, with ``OFF`` all after the matmul."""
     h, rows, inner = matrix(x), rows_of(sizes, x), x.shape[1:-1]
     if transport is None:
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))

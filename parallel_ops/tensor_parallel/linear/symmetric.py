@@ -1,12 +1,12 @@
-"""``overlap="symmetric"``: products over memory that the GPUs of a node read from each other.
+"""``overlap="symmetric"``: matmuls over memory that the GPUs of a node read from each other.
 
-    gather, "gated"   copy engines pull shards, one product of ours whose tiles wait for their flags
-                      (``comm.symmetric_memory``, ``triton_kernels.gated_product``)
-    gather, "fused"   ``torch.ops.symm_mem.fused_all_gather_matmul``: copy engines pull shards, a product for each
+    gather, "gated"   copy engines pull shards, one matmul of ours whose tiles wait for their flags
+                      (``comm.symmetric_memory``, ``triton_kernels.gated_matmul``)
+    gather, "fused"   ``torch.ops.symm_mem.fused_all_gather_matmul``: copy engines pull shards, a matmul for each
     scatter           ``torch.ops.symm_mem.fused_matmul_reduce_scatter``: parts are sent as they are done, one sum
 
 A gather takes the one that is the faster at the first call of a kind; where none may be measured torch's, and ours
-where there is a bias, which torch's product has not and which would be a second rounding. A sum's bias is added to the
+where there is a bias, which torch's matmul has not and which would be a second rounding. A sum's bias is added to the
 rounded sum. Equal shards in 16 bits. Nothing of it has run on several GPUs, so ``overlap="auto"`` does not try it.
 """
 
@@ -89,7 +89,7 @@ def _gated(
     assert isinstance(peers, Peers)  # ``check`` was called
     outputs = [shard.new_empty((shard.shape[0] * peers.size, weight.shape[0])) for weight in weights]
     pulls = start_pulls(peers, shard)
-    # The largest product waits for the flags; when it ends, all rows are there for the others.
+    # The largest matmul waits for the flags; when it ends, all rows are there for the others.
     first = max(range(len(weights)), key=lambda i: weights[i].shape[0])
     pulls.multiply(weights[first], biases[first], outputs[first])
     pulls.wait()

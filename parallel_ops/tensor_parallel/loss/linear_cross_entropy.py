@@ -55,7 +55,7 @@ from parallel_ops.tensor_parallel.loss.linear_loss import (
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions
 
 # Each chunk reads the weight twice and reads and writes its gradient; it needs enough rows to hide that behind the
-# products: on a GPU 1,024 rows of 131,072 bf16 logits, on a CPU 524 rows of 32,000 fp32 ones (2026-11, two cores of a
+# matmuls: on a GPU 1,024 rows of 131,072 bf16 logits, on a CPU 524 rows of 32,000 fp32 ones (2026-11, two cores of a
 # Xeon, 2,048 rows, hidden size 512: 64 MiB as fast as the whole logits at once, 16 MiB 25% slower, in bf16 2x).
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 

@@ -35,7 +35,7 @@ def _max_rows(options: ChunkOptions, widest: int, weight: Tensor) -> int:
 def weight_gradient_dtype(options: ChunkOptions, rows: int, weight: Tensor) -> torch.dtype:
     """The dtype in which the gradient of ``weight`` is summed over the chunks of ``rows`` rows of hidden.
 
-    On a CPU the product of each chunk is rounded to bfloat16 (see ``add_product``), so one chunk needs no wider sum.
+    On a CPU the matmul of each chunk is rounded to bfloat16 (see ``add_product``), so one chunk needs no wider sum.
     """
     rounded = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
     if rounded and options.group is None and rows <= _max_rows(options, weight.shape[0], weight):

@@ -3,7 +3,7 @@
 A collective of L hops and V bytes takes ``L alpha + V / B`` seconds (``planner/communication/network.py``). Latency
 alpha and bandwidth B are the least squares of relative errors over all sizes of all collectives but reduce-scatters,
 which have a B of their own: gloo's is a third of that of the others. The rate of elementwise ops is what is left of a
-layer's time beyond its products and attention; what each collective takes besides, of a layer that ranks share.
+layer's time beyond its matmuls and attention; what each collective takes besides, of a layer that ranks share.
 
 Between passes of a layer, collectives take longer: FSDP2 copies, and where ranks share cores, each message waits for a
 core. So what gathers and reductions add to a layer that is sharded counts, beyond what the planner expects of them.
@@ -18,7 +18,7 @@ from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.communication.network import all_gather_seconds
 from parallel_ops.planner.compute.compute import attention_seconds, engine_of, work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.products import product
+from parallel_ops.planner.compute.matmuls import product
 from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
@@ -43,7 +43,7 @@ class Measured:
     """Seconds, each of the slowest of all ranks, which measure at the same time.
 
     Attributes:
-        products: rows, columns, inner size and seconds of matrix products.
+        matmuls: rows, columns, inner size and seconds of matmuls.
         attention: seconds of causal attention of ``model``, forward and backward, of ``sequences`` sequences.
         layer: seconds of one layer of ``model``, forward and backward together, of ``sequences`` sequences.
         layer_of_more: the same of ``MORE`` times as many.
@@ -54,7 +54,7 @@ class Measured:
             zeros where they cannot.
         update: parameters, and seconds of their norm, clipping and AdamW.
         collectives: kind, bytes of the whole tensor, and seconds.
-        product_beside, collective_beside, both: seconds of some products, of a collective, and of the two together.
+        product_beside, collective_beside, both: seconds of some matmuls, of a collective, and of the two together.
         launch: seconds of the host for the forward pass of a layer; 0 on CPUs, where it is part of ``layer``.
         model, sequences, dtype: what ``attention`` and ``layer`` are of.
     """

@@ -22,7 +22,7 @@ from parallel_ops.train.planner_model import planner_model
 from parallel_ops.train.step.optimizer import optimizer_of, update
 from parallel_ops.train.step.settings import OptimizerSettings
 
-# Sizes of products, layer, update (parameters) and collectives (bytes): what a small run on CPUs has, and a large one
+# Sizes of matmuls, layer, update (parameters) and collectives (bytes): what a small run on CPUs has, and a large one
 # on GPUs.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -246,7 +246,7 @@ def _update(clock: Clock, parameters: int, device: torch.device) -> float:
 def _collectives(
     clock: Clock, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, float]]:
-    """Kind, bytes of the whole tensor (of all-to-all, on each rank) and seconds, each between products.
+    """Kind, bytes of the whole tensor (of all-to-all, on each rank) and seconds, each between matmuls.
 
     So ranks arrive at different times, as they do in training: one after another collectives take a half of that on
     CPUs, where a rank that waits for long goes to sleep.
@@ -276,7 +276,7 @@ def _collectives(
 def _beside(
     clock: Clock, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float, float]:
-    """Seconds of products, of an all-reduce, and of both at the same time, of about equal length."""
+    """Seconds of matmuls, of an all-reduce, and of both at the same time, of about equal length."""
     tensor = torch.zeros(sizes["collectives"][-1] // 4, device=device)
     m, n, k = sizes["products"][-1]
     product = _product(m, n, k, device, dtype)

@@ -55,7 +55,7 @@ class _ModelSettings(Section):
     Attributes:
         dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
             Beside it may stand what changes no weight: ``seq_length`` and ``rotary_scaling``, say.
-        overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
+        overlap: Overlap of communication and matmuls in the linears, see ``all_gather_linear``, and of experts, see
             ``ParallelMoE``.
         grad_reduce: How the linears add partial sums of the tensor-parallel ranks, see ``all_gather_linear``: "fp32",
             in rank order in fp32, or "backend", by the collectives of the group's backend.

@@ -64,7 +64,7 @@ class PrecisionSettings(Section):
 
     Attributes:
         dtype: Dtype of activations and of parameters in use.
-        linears: Of the products of the layers' linears: ``"bf16"`` for ``dtype``, or, with ``dtype="bf16"``, float8
+        linears: Of the matmuls of the layers' linears: ``"bf16"`` for ``dtype``, or, with ``dtype="bf16"``, float8
             scaled by row, by block or as MXFP8; see ``ops.float8_recipes``.
         experts: Likewise of the layers' experts; by default that of ``linears``.
         fp8_bf16_layers: As many layers at the start, and at the end, whose linears and experts stay in bf16.

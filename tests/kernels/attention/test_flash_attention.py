@@ -318,7 +318,7 @@ ISSUED = {
     ],
 )
 def test_compiled_code(dtype, dims, capability, options):
-    """Products on tensor cores in the loop, nothing spilled, few instructions, no atomics: sums have one order."""
+    """Matmuls on tensor cores in the loop, nothing spilled, few instructions, no atomics: sums have one order."""
     for launch in launches(dtype, dims, capability, **options):
         code = aot.compile_for(launch, capability)
         assert not code.spills, f"{launch} spills: {code}"

@@ -12,10 +12,10 @@ from support.numerics.experts import random_experts
 def launches(t, k, n, capacity):
     from parallel_ops.triton_kernels.experts import order as kernels
 
-    experts, places, ends = meta(t, k, dtype=torch.int64), meta(t, k, dtype=torch.int32), meta(n, dtype=torch.int32)
+    experts, places, offs = meta(t, k, dtype=torch.int64), meta(t, k, dtype=torch.int32), meta(n, dtype=torch.int32)
     rows = meta(t * k if capacity is None else n * capacity, dtype=torch.int32)
     with aot.recorded() as recorded:
-        kernels.sort(experts, rows, places, ends, capacity=capacity, multiple=1)
+        kernels.sort(experts, rows, places, offs, capacity=capacity, multiple=1)
     return recorded
 
 

@@ -129,7 +129,7 @@ def test_compiles_to_one_graph_for_all_sizes(device, options, backend):
     """Some targets are ignored: a peer's loss is silently wrong there.
 
     Inductor's case is that of ops that write over an input, as ``bias_gelu``'s is of all others. The input comes from a
-    product: for other arithmetic Inductor compiles C++, 20 s on fresh caches.
+    matmul: for other arithmetic Inductor compiles C++, 20 s on fresh caches.
     """
 
     def op(x, t, one):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import grouped_linear
-from parallel_ops._internal.gradients import grouped_products
-from parallel_ops._internal.gradients.weight_gradients import GradientOf
+from parallel_ops._internal.gradients import grouped_matmul
+from parallel_ops._internal.gradients.weight_gradients import ParameterGrad
 from parallel_ops.ops import grouped_linear_reference
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from support.numerics import suite
@@ -27,7 +27,7 @@ op = torch.ops.parallel_ops.grouped_linear.default
 
 def positional(f):
     """``f`` with the bias as its fourth argument, so that the checks differentiate it."""
-    return lambda x, weight, ends, bias=None: f(x, weight, ends, bias=bias)
+    return lambda x, weight, offs, bias=None: f(x, weight, offs, bias=bias)
 
 
 def ends_of(counts, device, dtype=torch.int32):
@@ -62,14 +62,14 @@ def grad_for(args, seed=9):
     seed=st.integers(0, 1000),
 )
 def test_numerics_of_any_shape(device, counts, padding, width, out, dtype, index, bias, in_out, seed):
-    x, weight, ends, of_rows = inputs(counts, padding, width, out, dtype=dtype, device=device, bias=bias, seed=seed)
-    args = [x, weight.mT.detach().requires_grad_() if in_out else weight, ends.to(index), of_rows]
+    x, weight, offs, of_rows = inputs(counts, padding, width, out, dtype=dtype, device=device, bias=bias, seed=seed)
+    args = [x, weight.mT.detach().requires_grad_() if in_out else weight, offs.to(index), of_rows]
     call, reference = (
         positional(lambda x, w, *rest, f=f, **kwargs: f(x, w.mT if in_out else w, *rest, **kwargs))
         for f in (grouped_linear, grouped_linear_reference)
     )
     # The order of summation is the product's own; its error is of the size of the terms.
-    suite.check_numerics(call, reference, args, grad_for([x, weight, ends]), slack_ulps=4)
+    suite.check_numerics(call, reference, args, grad_for([x, weight, offs]), slack_ulps=4)
 
 
 def test_padding_is_zero_and_gets_no_gradient(device):
@@ -89,23 +89,23 @@ def test_extreme_counts(device, counts, padding):
 
 
 def test_gradient_matches_finite_differences(device):
-    x, weight, ends, bias = inputs([2, 0, 3], 1, 3, 4, dtype=torch.float64, device=device)
+    x, weight, offs, bias = inputs([2, 0, 3], 1, 3, 4, dtype=torch.float64, device=device)
     x = x.detach().nan_to_num().requires_grad_()
-    suite.check_gradient(positional(grouped_linear), [x, weight, ends, bias])
-    suite.check_gradient(positional(grouped_linear), [x, weight, ends])
+    suite.check_gradient(positional(grouped_linear), [x, weight, offs, bias])
+    suite.check_gradient(positional(grouped_linear), [x, weight, offs])
 
 
 def test_custom_op_contract(device):
     for bias in (True, False):
         suite.check_op(op, inputs([2, 0, 3], device=device, bias=bias))
-    x, weight, ends, _ = inputs([2, 0, 3], device=device)
-    suite.check_op(op, [x.detach(), weight, ends, None])
-    suite.check_op(op, [x, weight.detach().mT.contiguous().mT, ends, None])
-    suite.check_second_derivative_raises(positional(grouped_linear), [x, weight, ends])
+    x, weight, offs, _ = inputs([2, 0, 3], device=device)
+    suite.check_op(op, [x.detach(), weight, offs, None])
+    suite.check_op(op, [x, weight.detach().mT.contiguous().mT, offs, None])
+    suite.check_second_derivative_raises(positional(grouped_linear), [x, weight, offs])
 
 
 def test_same_bits_on_every_run(device):
-    """At other numbers of threads torch's products may sum in another order."""
+    """At other numbers of threads torch's matmuls may sum in another order."""
     args = inputs([40, 0, 130, 7], 3, 64, 48, device=device)
     first, *others = (suite.forward_backward(positional(grouped_linear), args, grad_for(args)) for _ in range(3))
     for other in others:
@@ -113,7 +113,7 @@ def test_same_bits_on_every_run(device):
 
 
 def test_layouts_of_the_rows(device):
-    """torch's product of transposed matrices may sum in another order."""
+    """torch's matmul of transposed matrices may sum in another order."""
     args = inputs([4, 0, 5], 2, device=device)
     expected = suite.forward_backward(positional(grouped_linear), args, grad_for(args))
     for x in suite.layouts(args[0]).values():
@@ -135,13 +135,13 @@ def test_compiles_to_one_graph_for_all_sizes(device):
 
 
 def test_autocast_runs_in_the_autocast_dtype(device):
-    x, weight, ends, bias = inputs([2, 0, 3], device=device)
+    x, weight, offs, bias = inputs([2, 0, 3], device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        y = grouped_linear(x, weight.bfloat16(), ends, bias=bias)
-    assert torch.equal(y, grouped_linear(x.bfloat16(), weight.bfloat16(), ends, bias=bias.bfloat16()))
+        y = grouped_linear(x, weight.bfloat16(), offs, bias=bias)
+    assert torch.equal(y, grouped_linear(x.bfloat16(), weight.bfloat16(), offs, bias=bias.bfloat16()))
     y.sum().backward()
     assert x.grad.dtype is weight.grad.dtype is bias.grad.dtype is torch.float32
-    suite.check_compiles_under_autocast(grouped_linear, [x, weight, ends])
+    suite.check_compiles_under_autocast(grouped_linear, [x, weight, offs])
 
 
 @places
@@ -205,10 +205,10 @@ def test_where_the_weight_gradient_goes(device, place, counts, dtype, wide, auto
 def test_main_grad_adds_products_that_were_never_rounded(device):
     if device == "cuda":
         pytest.skip("torch's grouped product rounds them")
-    x, weight, ends, _ = inputs([64, 0, 30], 2, 40, 6, dtype=torch.bfloat16, device=device)
-    grad, main_grad = grad_for([x, weight, ends]), torch.zeros(weight.shape)
+    x, weight, offs, _ = inputs([64, 0, 30], 2, 40, 6, dtype=torch.bfloat16, device=device)
+    grad, main_grad = grad_for([x, weight, offs]), torch.zeros(weight.shape)
     for _ in range(2):
-        grouped_linear(x, weight, ends, main_grad=main_grad).backward(grad)
+        grouped_linear(x, weight, offs, main_grad=main_grad).backward(grad)
     for e, rows in ((0, slice(0, 64)), (2, slice(64, 94))):
         dy, h = grad[rows].double(), x.detach()[rows].double()
         bound = 64 * 2.0**-24 * 2 * (dy.abs().t() @ h.abs())
@@ -218,16 +218,16 @@ def test_main_grad_adds_products_that_were_never_rounded(device):
 
 @given(counts=COUNTS, padding=st.sampled_from([0, 5]), bias=st.booleans(), in_out=st.booleans(), wide=st.booleans())
 def test_with_torchs_grouped_product(device, counts, padding, bias, in_out, wide):
-    """What a GPU with a kernel for it computes, here with the product that torch has for CPUs."""
-    x, weight, ends, of_rows = inputs(counts, padding, 24, 16, dtype=torch.bfloat16, device=device, bias=bias)
+    """What a GPU with a kernel for it computes, here with the matmul that torch has for CPUs."""
+    x, weight, offs, of_rows = inputs(counts, padding, 24, 16, dtype=torch.bfloat16, device=device, bias=bias)
     weight = weight.detach().mT.contiguous().mT.requires_grad_() if in_out else weight
-    ends = ends.long() if wide else ends
-    grad, main_grad = grad_for([x, weight, ends]), torch.zeros(weight.shape, device=device)
-    expected = suite.forward_backward(positional(grouped_linear), [x, weight, ends, of_rows], grad)
-    has_kernel = mock.patch.object(grouped_products, "_has_kernel", lambda rows, *_: rows.shape[0] > 0)
-    with has_kernel, mock.patch.object(grouped_products, "_capability", return_value=9):
-        got = suite.forward_backward(positional(grouped_linear), [x, weight, ends, of_rows], grad)
-        grouped_linear(x, weight, ends, main_grad=main_grad).backward(grad)
+    offs = offs.long() if wide else offs
+    grad, main_grad = grad_for([x, weight, offs]), torch.zeros(weight.shape, device=device)
+    expected = suite.forward_backward(positional(grouped_linear), [x, weight, offs, of_rows], grad)
+    has_kernel = mock.patch.object(grouped_matmul, "_has_kernel", lambda rows, *_: rows.shape[0] > 0)
+    with has_kernel, mock.patch.object(grouped_matmul, "_capability", return_value=9):
+        got = suite.forward_backward(positional(grouped_linear), [x, weight, offs, of_rows], grad)
+        grouped_linear(x, weight, offs, main_grad=main_grad).backward(grad)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(main_grad, expected[2].float(), rtol=2e-2, atol=2e-2)
 
@@ -235,8 +235,8 @@ def test_with_torchs_grouped_product(device, counts, padding, bias, in_out, wide
 @pytest.mark.parametrize("capability", [9, 10])
 @pytest.mark.parametrize("counts", [[0, 3, 0, 5], [4, 0, 0, 4], [2, 3, 1, 0], [0, 0, 0, 0]], ids=str)
 def test_groups_without_rows_on_gpus_that_leave_their_products_undefined(device, monkeypatch, counts, capability):
-    """Weight and bias gradients, with a product that leaves NaN there on compute capability 10."""
-    grouped_mm = grouped_products.F.grouped_mm
+    """Weight and bias gradients, with a matmul that leaves NaN there on compute capability 10."""
+    grouped_mm = grouped_matmul.F.grouped_mm
 
     def poisoning(a, b, *, offs):
         out = grouped_mm(a, b, offs=offs)
@@ -244,13 +244,13 @@ def test_groups_without_rows_on_gpus_that_leave_their_products_undefined(device,
             out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
         return out
 
-    monkeypatch.setattr(grouped_products.F, "grouped_mm", poisoning)
-    monkeypatch.setattr(grouped_products, "_has_kernel", lambda *_: True)
-    monkeypatch.setattr(grouped_products, "_capability", lambda _: capability)
-    x, weight, ends, bias = inputs(counts, 2, 24, 16, dtype=torch.bfloat16, device=device)
+    monkeypatch.setattr(grouped_matmul.F, "grouped_mm", poisoning)
+    monkeypatch.setattr(grouped_matmul, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(grouped_matmul, "_capability", lambda _: capability)
+    x, weight, offs, bias = inputs(counts, 2, 24, 16, dtype=torch.bfloat16, device=device)
     main_grad = torch.zeros(weight.shape, device=device)
-    grouped_linear(x, weight, ends, bias=bias).sum().backward()
-    grouped_linear(x, weight, ends, main_grad=main_grad).sum().backward()
+    grouped_linear(x, weight, offs, bias=bias).sum().backward()
+    grouped_linear(x, weight, offs, main_grad=main_grad).sum().backward()
     for grad in (weight.grad, main_grad, bias.grad):
         assert grad.isfinite().all()
         assert not grad[[count == 0 for count in counts]].count_nonzero()
@@ -259,28 +259,28 @@ def test_groups_without_rows_on_gpus_that_leave_their_products_undefined(device,
 @places
 def test_a_weight_stored_in_by_out(device, place):
     """gpt-oss stores [n, in, out]: the view is no leaf, so its gradient needs a place."""
-    x, weight, ends, _ = inputs([3, 0, 5], device=device)
+    x, weight, offs, _ = inputs([3, 0, 5], device=device)
     stored = weight.detach().mT.contiguous().requires_grad_()
     queue = DeferredWeightGradients() if "deferred" in place else None
     main_grad = torch.zeros_like(stored) if "main_grad" in place else None
     if place == "deferred":
         with pytest.raises(ValueError, match="grouped_linear: deferred needs weights that are leaves, or a main_grad"):
-            grouped_linear(x, stored.mT, ends, deferred=queue)
+            grouped_linear(x, stored.mT, offs, deferred=queue)
         return
     target = None if main_grad is None else main_grad.mT
-    grouped_linear(x, stored.mT, ends, main_grad=target, deferred=queue).sum().backward()
+    grouped_linear(x, stored.mT, offs, main_grad=target, deferred=queue).sum().backward()
     if queue is not None:
         queue.compute()
-    grouped_linear(x, weight, ends).sum().backward()
+    grouped_linear(x, weight, offs).sum().backward()
     torch.testing.assert_close(stored.grad if main_grad is None else main_grad, weight.grad.mT)
 
 
 def test_the_grad_of_a_parameter_as_a_target(device):
-    x, weight, ends, _ = inputs([3, 0, 5], device=device)
+    x, weight, offs, _ = inputs([3, 0, 5], device=device)
     parameter, plain = torch.nn.Parameter(weight.detach().flatten(0, 1)), weight
     for step in range(2):
-        for w, options in ((parameter.view(3, 16, 8), {"main_grad": GradientOf(parameter)}), (plain, {})):
-            (grouped_linear(x, w, ends, **options) * (1 + step)).sum().backward()
+        for w, options in ((parameter.view(3, 16, 8), {"main_grad": ParameterGrad(parameter)}), (plain, {})):
+            (grouped_linear(x, w, offs, **options) * (1 + step)).sum().backward()
     torch.testing.assert_close(parameter.grad, plain.grad.flatten(0, 1))
 
 
@@ -317,31 +317,31 @@ def test_a_dispatch_mode_sees_one_op(device):
 
 
 def test_bad_arguments_are_named(device):
-    x, weight, ends, bias = (t.detach() for t in inputs([2, 3], device=device))
+    x, weight, offs, bias = (t.detach() for t in inputs([2, 3], device=device))
     call = functools.partial(grouped_linear, x, weight)
     for wrong in ([3, 2], [-1, 5], [2, 6]):
         if device == "cpu":
-            with pytest.raises(ValueError, match=r"grouped_linear: ends must ascend and lie between 0 and the 5 rows"):
+            with pytest.raises(ValueError, match=r"grouped_linear: offs must ascend and lie between 0 and the 5 rows"):
                 call(torch.tensor(wrong))
-    with pytest.raises(TypeError, match=r"grouped_linear: ends must be a tensor of int32 or int64, got torch.float32"):
-        call(ends.float())
-    with pytest.raises(ValueError, match=r"grouped_linear: ends must have shape \[2\], one for each expert, got \[1\]"):
-        call(ends[:1])
+    with pytest.raises(TypeError, match=r"grouped_linear: offs must be a tensor of int32 or int64, got torch.float32"):
+        call(offs.float())
+    with pytest.raises(ValueError, match=r"grouped_linear: offs must have shape \[2\], one for each expert, got \[1\]"):
+        call(offs[:1])
     with pytest.raises(ValueError, match=r"grouped_linear: bias must have shape \[2, 16\], got \[16\]"):
-        call(ends, bias=bias[0])
+        call(offs, bias=bias[0])
     with pytest.raises(TypeError, match=r"grouped_linear: bias is torch.bfloat16, but x is torch.float32"):
-        call(ends, bias=bias.bfloat16())
+        call(offs, bias=bias.bfloat16())
     with pytest.raises(ValueError, match=r"grouped_linear: weight must have shape \[experts, out, 8\]"):
-        grouped_linear(x, weight.mT, ends)
+        grouped_linear(x, weight.mT, offs)
     with pytest.raises(ValueError, match=r"grouped_linear: weight must have shape"):
-        grouped_linear(x, weight[:0], ends[:0])
+        grouped_linear(x, weight[:0], offs[:0])
     with pytest.raises(ValueError, match=r"grouped_linear: x must have shape \[rows, in\], got \[1, 5, 8\]"):
-        grouped_linear(x[None], weight, ends)
+        grouped_linear(x[None], weight, offs)
     with pytest.raises(TypeError, match=r"grouped_linear: weight is torch.float16, but x is torch.float32"):
-        grouped_linear(x, weight.half(), ends)
+        grouped_linear(x, weight.half(), offs)
     with pytest.raises(ValueError, match=r"grouped_linear: main_grad must have the shape of weight, \[2, 16, 8\]"):
-        call(ends, main_grad=weight[:1])
+        call(offs, main_grad=weight[:1])
     with pytest.raises(TypeError, match=r"grouped_linear: deferred must be a DeferredWeightGradients, got list"):
-        call(ends, deferred=[])
+        call(offs, deferred=[])
     with pytest.raises(ValueError, match=r"weight is on meta, but x is on"):
-        grouped_linear(x, weight.to("meta"), ends)
+        grouped_linear(x, weight.to("meta"), offs)

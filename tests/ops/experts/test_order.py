@@ -16,7 +16,7 @@ ops = torch.ops.parallel_ops
 def check_order(order, experts, n, capacity, multiple):
     """What the fields promise, by walking through them."""
     t, k = experts.shape
-    rows, places, ends = (f.tolist() for f in order)
+    rows, places, offs = (f.tolist() for f in order)
     ids = experts.flatten().tolist()
     assert [f.dtype for f in order] == [torch.int32] * 3
     assert len(rows) == (n * capacity if capacity is not None else (t * k + n * (multiple - 1)) // multiple * multiple)
@@ -25,13 +25,13 @@ def check_order(order, experts, n, capacity, multiple):
     for e in range(n):
         kept = slots[e] if capacity is None else slots[e][:capacity]
         padded = -(-len(kept) // multiple) * multiple if capacity is None else capacity
-        assert ends[e] == start + padded
-        assert rows[start : ends[e]] == kept + [-1] * (padded - len(kept))
+        assert offs[e] == start + padded
+        assert rows[start : offs[e]] == kept + [-1] * (padded - len(kept))
         for i, slot in enumerate(kept):
             assert places[slot // k][slot % k] == start + i
         for slot in slots[e][len(kept) :]:
             assert places[slot // k][slot % k] == -1
-        start = ends[e]
+        start = offs[e]
     assert rows[start:] == [-1] * (len(rows) - start)
     assert (order.places[experts == -1] == -1).all()
 
@@ -69,7 +69,7 @@ def test_all_tokens_at_one_expert(device):
     order = sort_by_expert(torch.full((5, 2), 3, device=device), 4, capacity=3)
     assert order.rows.tolist() == [-1] * 9 + [0, 1, 2]
     assert order.places.tolist() == [[9, 10], [11, -1], [-1, -1], [-1, -1], [-1, -1]]
-    assert order.ends.tolist() == [3, 6, 9, 12]
+    assert order.offs.tolist() == [3, 6, 9, 12]
 
 
 def test_custom_op_contract(device):

@@ -71,7 +71,7 @@ def test_rows_by_expert_are_those_of_the_ends(device):
     order = sort_by_expert(experts, 4, multiple=8)
     y = permute(torch.arange(1.0, 51.0, device=device)[:, None], order)
     start = 0
-    for e, end in enumerate(order.ends.tolist()):
+    for e, end in enumerate(order.offs.tolist()):
         tokens = (experts == e).nonzero()[:, 0]
         assert y[start:end, 0].tolist() == [*(tokens + 1.0).tolist(), *[0.0] * (end - start - len(tokens))]
         start = end

@@ -35,7 +35,7 @@ def unpack(kind: str, registers: list[Array]) -> list[Array]:
 def _multiply(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
     """mma.sync.aligned.m16n8k{8,16}.row.col: D = A B + C, spread over the threads of a warp.
 
-    Products are summed in fp64 and rounded once; the order and the rounding of tensor cores are not documented.
+    Matmuls are summed in fp64 and rounded once; the order and the rounding of tensor cores are not documented.
     """
     machine.whole_warps(mask, "mma")
     m = instruction.modifiers

@@ -1,4 +1,4 @@
-"""wgmma.mma_async: a product by four warps of matrices in shared memory, which runs behind until somebody waits for it.
+"""wgmma.mma_async: a matmul by four warps of matrices in shared memory, which runs behind until somebody waits for it.
 
 The result is computed at once. Until the wait, to read its registers or to write its operands is a fault. That stores
 are made visible by fence.proxy.async is not checked.
@@ -123,7 +123,7 @@ def _multiply(machine: "Machine", instruction: Instruction, mask: Array | None) 
     transposed = [_constant(f) == 1 for f in flags[2:]] if len(flags) > 2 else [False, False]
     taking = np.zeros(machine.count // 128, np.bool_)
     taking[groups] = True
-    # Products of one register follow each other; between other instructions and a product lies a wait.
+    # Matmuls of one register follow each other; between other instructions and a matmul lies a wait.
     machine.products.append(Product({r.name for r in d.parts}, taking, []))  # type: ignore[union-attr]
     left = (
         _fragment(machine, a.parts, kind, depth)[groups]
@@ -167,7 +167,7 @@ def _fence(machine: "Machine", instruction: Instruction, mask: Array | None) -> 
 
 
 def _commit(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
-    """The products since the last commit of these warpgroups become a batch."""
+    """The matmuls since the last commit of these warpgroups become a batch."""
     taking = _groups(machine, mask)
     machine.batches += 1
     _part(machine, lambda p: p.batch is None, np.isin(np.arange(machine.count // 128), taking), machine.batches)
@@ -185,7 +185,7 @@ def _wait(machine: "Machine", instruction: Instruction, mask: Array | None) -> N
 
 
 def _part(machine: "Machine", which: Callable[[Product], bool], groups: Array, batch: int | None) -> None:
-    """Takes ``groups`` out of the products that are meant: into a batch, or, without one, they have ended."""
+    """Takes ``groups`` out of the matmuls that are meant: into a batch, or, without one, they have ended."""
     products = []
     for product in machine.products:
         some = product.groups & groups

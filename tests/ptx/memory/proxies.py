@@ -2,7 +2,7 @@
 
 wgmma and tcgen05.mma read shared memory by the async proxy. What threads copied there (cp.async) or stored there they
 see for sure after fence.proxy.async alone (PTX ISA, memory consistency model, proxies). Every way through the code is
-looked at: a product after copies that arrived since the last fence is a fault, whichever tile it reads.
+looked at: a matmul after copies that arrived since the last fence is a fault, whichever tile it reads.
 """
 
 from ptx.program import Instruction, Program
@@ -22,7 +22,7 @@ def is_product(x: Instruction) -> bool:
 
 
 def unfenced(program: Program) -> list[Instruction]:
-    """Products that some way reaches with copies behind the last fence."""
+    """Matmuls that some way reaches with copies behind the last fence."""
     code = program.instructions
     reached: list[set[bool]] = [set() for _ in code]  # by place: are there such copies?
     todo = [(0, False)]

@@ -21,7 +21,7 @@ class SharedMemory:
         self._written = np.full(count, -1, np.int64)  # (barriers passed, warp) of the last write
         self._read = np.full(count, -1, np.int64)
         self.barriers = np.zeros(programs, np.int64)
-        self._held = np.zeros(count, np.int32)  # by how many matrix products under way, which read it
+        self._held = np.zeros(count, np.int32)  # by how many matmuls under way, which read it
 
     def _index(self, program: Array, address: Array, size: int) -> Array:
         address = address.astype(np.int64)
@@ -37,7 +37,7 @@ class SharedMemory:
         return self._index(program, address, size)
 
     def hold(self, places: Array, by: int) -> None:
-        """``by`` products more read these places until they end, which is when they are held by as many less."""
+        """``by`` matmuls more read these places until they end, which is when they are held by as many less."""
         np.add.at(self._held, places.ravel(), by)
 
     def _stamp(self, program: Array, warp: Array) -> Array:

@@ -25,7 +25,7 @@ def launches(
     with aot.recorded() as recorded, aot.chosen_for(capability):
         kernels.forward(q, k, v, out, statistics, merge=merge, **options)
         kernels.backward(grad, q, k, v, rows, dq, dk, dv, accumulate_dq=merge, query_spans=bounds, **options)
-    # At 132 multiprocessors each member of a group of four has programs of its own, unless keys are in small blocks.
+    # At 132 SMs each member of a group of four has programs of its own, unless keys are in small blocks.
     names = [launch.name for launch in recorded]
     assert names in ([*KERNELS[:2], "_sum_kernel", KERNELS[2]], list(KERNELS)), names
     return recorded

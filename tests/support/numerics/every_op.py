@@ -134,8 +134,8 @@ def _dispatch(group: Any) -> None:
             load = torch.bincount(chosen.flatten(), minlength=experts).int()
             x, weights = _leaf(tokens, 4), _leaf(tokens, 1)
             way = expert_parallel.Dispatch(x, chosen, load, experts, group=group, weights=weights, chunks=chunks)
-            arrived = [way.arrive(way.under_way[chunk], chunk) for chunk in range(chunks)]
-            way.combine([way.leave(one.rows * 2, chunk) for chunk, one in enumerate(arrived)]).sum().backward()
+            arrived = [way.receive(way.in_flight[chunk], chunk) for chunk in range(chunks)]
+            way.combine([way.send_back(one.rows * 2, chunk) for chunk, one in enumerate(arrived)]).sum().backward()
 
 
 OPS: dict[str, Callable[[Any], None]] = {

@@ -38,10 +38,10 @@ def sent(
     journey = Dispatch(x, experts, load, num_experts, group=group, weights=weights, capacity=capacity, chunks=chunks)
     held, returning, rows = num_experts // size // chunks, [], 0
     for chunk in range(chunks):
-        way = journey.arrive(journey.under_way[chunk], chunk)
-        ids = torch.bucketize(torch.arange(way.rows.shape[0]), way.ends.long(), right=True)
+        way = journey.receive(journey.in_flight[chunk], chunk)
+        ids = torch.bucketize(torch.arange(way.rows.shape[0]), way.offs.long(), right=True)
         y = way.rows * (1 + (rank * chunks + chunk) * held + ids[:, None]) * way.weights[:, None]
-        returning.append(journey.leave(y, chunk))
+        returning.append(journey.send_back(y, chunk))
         rows += way.rows.shape[0]
     out = journey.combine(returning)
     out.backward(grad)

@@ -171,7 +171,7 @@ def _experts(group: ProcessGroup) -> torch.Tensor:
     x = torch.randn(6, 4, requires_grad=True)
     experts = torch.arange(6, dtype=torch.int32)[:, None] % 4
     dispatch = Dispatch(x, experts, torch.bincount(experts.flatten(), minlength=4), 4, group=group)
-    return dispatch.combine([dispatch.leave(dispatch.arrive(dispatch.under_way[0]).rows)])
+    return dispatch.combine([dispatch.send_back(dispatch.receive(dispatch.in_flight[0]).rows)])
 
 
 def _weight(rows: int, columns: int) -> torch.Tensor:

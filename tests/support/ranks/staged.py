@@ -112,7 +112,7 @@ def step(
 
 
 def work(rank: int, text: str, split: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """(products, exchanges) by kind of a step of a sequence-parallel model, after a first one."""
+    """(matmuls, exchanges) by kind of a step of a sequence-parallel model, after a first one."""
     config = dataclasses.replace(LLAMA, num_layers=2)
     _, pipeline, plan, mesh = build(text, config, split)
     given = inputs_of(config, plan, mesh.rank("dp"), False)

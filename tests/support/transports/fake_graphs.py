@@ -200,7 +200,7 @@ def _collective(name: str) -> Any:
 
 
 def _grouped(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Products of experts, which are one kernel on GPUs; on CPUs the host reads where groups end."""
+    """Matmuls of experts, which are one kernel on GPUs; on CPUs the host reads where groups end."""
 
     def method(*args: Any) -> Tensor | None:
         capture = now.capture

@@ -119,7 +119,7 @@ def test_constants_of_a_known_machine_are_found_again(ranks, tmp_path):
     constants = constants_of(found)
     kinds = "flash_forward", "flash_backward", "elementwise", "serial", "collective", "reduce_scatter"
     for name in (*kinds, "gather_copies", "reduce_copies", "tp_copies"):
-        # A launch between products is part of a layer, not of the rate of large products.
+        # A launch between matmuls is part of a layer, not of the rate of large matmuls.
         assert getattr(constants, name) == pytest.approx(getattr(truth, name), rel=0.01)
     assert constants.interference == pytest.approx(0.4)
     assert found.intra.bandwidth == pytest.approx(LINK.bandwidth)

@@ -75,7 +75,7 @@ def test_the_plan_in_one_line_and_fields_that_other_sections_have(file):
     assert (settings.plan.dp_shard, settings.plan.recompute) == (2, "full")
     with pytest.raises(ValueError, match=r"precision\.dtype is 'bf16', but parallel\.dtype is 'fp32'"):
         settings_of({**SMALL, "parallel": {"dtype": "fp32"}, "precision": {"dtype": "bf16"}})
-    # A plan's float8 is that of products.
+    # A plan's float8 is that of matmuls.
     for change in ("parallel=dtype=fp8_blockwise", "parallel.dtype=fp8_blockwise"):
         with pytest.raises(ValueError, match=r"precision\.linears needs sizes of linears that 128 divides"):
             read_settings(file, [change, "precision.fp8_bf16_layers=0"])

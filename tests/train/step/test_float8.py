@@ -1,4 +1,4 @@
-"""Training with float8 products in the layers' linears, emulated."""
+"""Training with float8 matmuls in the layers' linears, emulated."""
 
 import functools
 

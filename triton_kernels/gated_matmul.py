@@ -1,13 +1,13 @@
-"""A matrix product whose rows arrive while it runs: each tile waits for the flag of its rows.
+"""A matmul whose rows arrive while it runs: each tile waits for the flag of its rows.
 
     out = rows W^T + bias        rows [P s, K], shard r of s rows complete when flags[r] has reached ``ready``
 
-One program a multiprocessor takes tile after tile: first those of the own shard, then those of the next rank's, in the
+One program an SM takes tile after tile: first those of the own shard, then those of the next rank's, in the
 order in which shards are pulled (``comm/pulls.py``). So a wave of tiles is never cut at the end of a shard, as it is
 where each shard is a product of its own, and the host enqueues one kernel.
 
-A program that waits holds its multiprocessor. What it waits for must therefore need none: copy engines and flags that
-streams write, enqueued before the product. A flag is read with acquire semantics at the scope of the system, since what
+A program that waits holds its SM. What it waits for must therefore need none: copy engines and flags that
+streams write, enqueued before the matmul. A flag is read with acquire semantics at the scope of the system, since what
 wrote the rows is not this GPU; the barrier behind it makes all threads of the program see the rows.
 
 Tiles are loaded through registers' addresses (cp.async), not by descriptors: such copies are of the same proxy as the
@@ -86,7 +86,7 @@ def _gated_kernel(
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_product(
+def gated_matmul(
     rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, flags: Tensor | None, ready: int, own: int,
     shards: int,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The product whose tiles wait for the flags of their rows: its code, and its executions while rows arrive."""
+"""The matmul whose tiles wait for the flags of their rows: its code, and its executions while rows arrive."""
 
 import copy
 import dataclasses
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from parallel_ops.triton_kernels import gated_product as kernels
+from parallel_ops.triton_kernels import gated_matmul as kernels
 from ptx import aot, execution
 from ptx.execution import executed, unwritten
 from ptx.kernels import meta
@@ -34,7 +34,7 @@ def test_every_launch_is_one_of_these():
 def launches(rows, columns, depth, gated, transposed):
     weight = meta(depth, columns, dtype=BF16).t() if transposed else meta(columns, depth, dtype=BF16)
     with aot.recorded() as recorded:
-        kernels.gated_product(
+        kernels.gated_matmul(
             meta(SHARDS * rows, depth, dtype=BF16), weight,
             meta(columns, dtype=BF16), meta(SHARDS * rows, columns, dtype=BF16),
             meta(SHARDS, dtype=torch.int32) if gated else None, READY, OWN, SHARDS,
@@ -69,14 +69,14 @@ def test_the_loop_multiplies_as_much_as_a_product_that_does_not_wait(rows, colum
 
 
 def product(interleaving, monkeypatch, bias=None, seed=0):
-    """A gated product of rows that arrive as ``interleaving`` says; exact, and so the same as any other."""
+    """A gated matmul of rows that arrive as ``interleaving`` says; exact, and so the same as any other."""
     monkeypatch.setattr(kernels, "tile_of", lambda *_: SMALL)
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 2)
     weight = randn(COLUMNS, DEPTH, dtype=BF16, seed=seed + 1).detach()
     with executed(90, exact=True, interleaving=interleaving):
         rows, out = unwritten((SHARDS * ROWS, DEPTH), BF16), unwritten((SHARDS * ROWS, COLUMNS), BF16)
         flags = torch.zeros(SHARDS, dtype=torch.int32)
-        kernels.gated_product(rows, weight, bias, out, flags, READY, OWN, SHARDS)
+        kernels.gated_matmul(rows, weight, bias, out, flags, READY, OWN, SHARDS)
     return out
 
 
@@ -98,7 +98,7 @@ def plain(monkeypatch, rows, bias=None, seed=0):
     weight = randn(COLUMNS, DEPTH, dtype=BF16, seed=seed + 1).detach()
     with executed(90, exact=True):
         out = unwritten((SHARDS * ROWS, COLUMNS), BF16)
-        kernels.gated_product(rows, weight, bias, out, None, 0, OWN, SHARDS)
+        kernels.gated_matmul(rows, weight, bias, out, None, 0, OWN, SHARDS)
     torch.testing.assert_close(out.float(), rows.float() @ weight.float().t(), rtol=1e-2, atol=0.05)
     return out
 
@@ -142,8 +142,8 @@ EARLY = [((0, 0), (0, 0), (0, 0)), ((0, 0), (1, 1), (1, 1)), ((0, 0), (1, 0), (1
 
 @pytest.mark.executed
 def test_a_kernel_that_does_not_wait_is_found(monkeypatch):
-    waits = kernels.gated_product
-    monkeypatch.setattr(kernels, "gated_product", lambda *args: waits(*args[:4], None, *args[5:]))
+    waits = kernels.gated_matmul
+    monkeypatch.setattr(kernels, "gated_matmul", lambda *args: waits(*args[:4], None, *args[5:]))
     with pytest.raises(Fault, match="reads what nobody wrote"):
         product(arrivals.Interleaving(pieces((OWN, 2, 0), whole()), EARLY[1]), monkeypatch)
 
@@ -180,7 +180,7 @@ def test_a_flag_that_is_not_set_is_waited_for_for_ever(order, value, monkeypatch
     ],
 )  # fmt: skip
 def test_sizes_that_tiles_do_not_divide(rows, columns, depth, bias, dtype, transposed, monkeypatch):
-    """Rows of a tensor whose storage has more, on three multiprocessors, against fp64."""
+    """Rows of a tensor whose storage has more, on three SMs, against fp64."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
     x = randn(SHARDS * rows, depth + 8, dtype=dtype, seed=3).detach()[:, :depth]
     weight = randn(columns, depth, dtype=dtype, seed=4).detach()
@@ -189,7 +189,7 @@ def test_sizes_that_tiles_do_not_divide(rows, columns, depth, bias, dtype, trans
     with executed(90):
         out = unwritten((SHARDS * rows, columns), dtype)
         flags = torch.full((SHARDS,), READY, dtype=torch.int32)
-        kernels.gated_product(x, weight, b, out, flags, READY, OWN, SHARDS)
+        kernels.gated_matmul(x, weight, b, out, flags, READY, OWN, SHARDS)
     want = x.double() @ weight.double().t() + (0 if b is None else b.double())
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), want, rtol=eps, atol=eps * want.abs().max().item() / 8)

@@ -1,6 +1,6 @@
-"""The time of a matrix product on a GPU.
+"""The time of a matmul on a GPU.
 
-An m x n product with inner dimension k is cut into tiles, which the multiprocessors run in waves; the last wave takes
+An m x n matmul with inner dimension k is cut into tiles, which the SMs run in waves; the last wave takes
 as long as a full one. A tile of a x b takes 2 a b (k + RAMP) FLOPs at its share of a multiprocessor's rate; RAMP is for
 filling the pipeline and writing the tile. The best tile and split of k are taken. The time is at least that of reading
 and writing the matrices, plus a launch.
@@ -26,7 +26,7 @@ _UNALIGNED = 0.4
 
 
 class Engine(NamedTuple):
-    """Reached FLOP/s and bytes/s, and multiprocessors (0: products are not quantised)."""
+    """Reached FLOP/s and bytes/s, and SMs (0: matmuls are not quantised)."""
 
     flops: float
     bandwidth: float
@@ -34,7 +34,7 @@ class Engine(NamedTuple):
 
 
 def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, width: float = 2) -> float:
-    """Seconds of ``count`` products of [m, k] and [k, n] with elements of ``width`` bytes, in one launch."""
+    """Seconds of ``count`` matmuls of [m, k] and [k, n] with elements of ``width`` bytes, in one launch."""
     if min(m, n, k, count) <= 0:
         return 0.0
     if not engine.multiprocessors:
