@@ -17,6 +17,7 @@ from benchmarks.harness.measure import Settings
 from benchmarks.harness.memory import peak_bytes
 from benchmarks.harness.timing import Rounds
 from benchmarks.parallel import overlap, ring_attention
+from benchmarks.training import precision
 from support.numerics.suite import DEVICES
 
 CPU = torch.device("cpu")
@@ -216,7 +217,7 @@ def test_a_command_has_its_own_options(name, monkeypatch, capsys):
 
 def test_rows_in_git_have_the_columns_that_are_written():
     for path in (Path(cli.__file__).parent / "results").glob("*.csv"):
-        kinds = {"overlap": overlap.Row, "ring_attention": ring_attention.Row}
+        kinds = {"overlap": overlap.Row, "ring_attention": ring_attention.Row, "precision": precision.PrecisionRow}
         kind = kinds.get(path.stem.rpartition("-")[2], results.Row)
         assert path.read_text().partition("\n")[0].split(",") == results.columns(kind)
 

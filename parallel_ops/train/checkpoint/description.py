@@ -16,6 +16,8 @@ from parallel_ops.train.settings import renamed
 DESCRIPTION, METADATA = "run.json", ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 _PIECE = 1 << 24
+# Fields of ``TransformerConfig`` that checkpoints of before do not have.
+_LATER_FIELDS = {"prediction_layers": 0, "prediction_weight": 0.3}
 
 
 class CheckpointError(RuntimeError):
@@ -83,10 +85,12 @@ def read_description(path: Path) -> tuple[Description, Sums]:
 
 
 def _rename(description: Description) -> None:
-    """Gives keys and values that an earlier version wrote their names of today."""
+    """Gives keys and values that an earlier version wrote their names of today, and fields that it had not defaults."""
     for values, key in ((description.rest, "model"), (vars(description), "model")):
         if isinstance(values.get(key), dict):
             values[key] = renamed.current({"model": values[key]})["model"]
+            if "num_layers" in values[key]:
+                values[key] = _LATER_FIELDS | values[key]
     if isinstance(settings := description.rest.get("settings"), dict):
         description.rest["settings"] = renamed.current(settings)
     if isinstance(plan := description.rest.get("plan"), str):
