@@ -13,7 +13,7 @@ COMMANDS = {
     "plan": "Ranks all plans of a model on a cluster, with reasons against those that cannot run.",
     "estimate": "Time, memory and traffic of one plan.",
     "presets": "Lists the models, clusters and GPUs that have a name, and the eras of --software.",
-    "schedule": "Simulates a pipeline schedule and draws it.",
+    "schedule": "Simulates a pipeline schedule and draws it; that of a plan with the memory of a rank over the step.",
     "validate": "Compares the planner with published tables.",
     "tokenize": "Tokenizes text in parallel, for data.paths of `train`.",
     "train": "Trains a model as a TOML file says.",
