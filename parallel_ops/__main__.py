@@ -17,7 +17,7 @@ COMMANDS = {
     "validate": "Compares the planner with published tables.",
     "tokenize": "Tokenizes text in parallel, for data.paths of `train`.",
     "train": "Trains a model as a TOML file says.",
-    "calibrate": "Measures products, attention, a layer, updates and collectives here.",
+    "calibrate": "Measures matmuls, attention, a layer, updates and collectives here.",
     "export": "Writes a checkpoint of any plan as a Hugging Face folder.",
     "inspect": "Says what a checkpoint is: step, sizes, model, plan, data, settings.",
     "doctor": "Checks this machine and its ranks, and says what is wrong.",
