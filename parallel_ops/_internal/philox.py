@@ -32,7 +32,7 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 matmuls wrap; their 64 bits are right
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 products wrap; their 64 bits are right
         c0, c1 = (b >> 32) & _MASK ^ c1 ^ k0, b & _MASK
         c2, c3 = (a >> 32) & _MASK ^ c3 ^ k1, a & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK

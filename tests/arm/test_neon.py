@@ -41,7 +41,7 @@ def test_loops_are_vectors(source):
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize(("engine", "product"), [("kFp32", "fmla"), ("kBf16", "bfdot")])
 def test_products_of_attention_stay_in_registers(name, engine, product):
-    """An inner loop of 16 matmuls of vectors, by two loads of B and eight of A, and no store."""
+    """An inner loop of 16 products of vectors, by two loads of B and eight of A, and no store."""
     code = disassembly(Path("csrc/cpu/attention") / f"{name}.cpp")
     function = code.split(f"::{engine}(", 1)[1].split("\n\n", 1)[0]
     loops = inner_loops(function.splitlines())

@@ -143,7 +143,7 @@ def test_positions_out_of_range_give_nan_and_read_nothing():
 
 @pytest.mark.executed(smoke=False)
 def test_any_layout_gives_the_same_bits():
-    """In fp32, where the compiler's choice of the matmul that is not rounded would show."""
+    """In fp32, where the compiler's choice of the product that is not rounded would show."""
     from parallel_ops import rotary_embedding
     from ptx.execution import ops_launch_kernels
 

@@ -113,7 +113,7 @@ def scores(products, factor, cap, CAPPED: tl.constexpr, FAST: tl.constexpr):
     if not CAPPED:
         return products, products
     elif FAST:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)): `factor` turns matmuls into exponents of two, of exp(2 x).
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): `factor` turns q.k into exponents of two, of exp(2 x).
         r = reciprocal(1.0 + tl.exp2(products * factor), True)
         return cap - 2.0 * cap * r, 4.0 * (r - r * r)
     else:

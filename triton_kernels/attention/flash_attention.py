@@ -102,7 +102,7 @@ def _hints(strides: tuple[int, ...]) -> dict[str, int | bool]:
 
 
 def _factors(q: Tensor, scale: float, softcap: float) -> tuple[bool, float, float]:
-    """(16-bit data, the factor of matmuls, the cap), in the units of ``_attention.exponential``."""
+    """(16-bit data, the factor of q.k, the cap), in the units of ``_attention.exponential``."""
     fast = q.dtype is not torch.float32
     unit = _LOG2_E if fast else 1.0
     if softcap > 0.0:

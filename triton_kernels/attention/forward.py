@@ -3,7 +3,7 @@
 Limited by the tensor cores: a whole tile of 128 x 128 scores at 128 dims takes an H100 2,048 cycles of matmuls; its
 exponentials take the special function units 1,024 and its 520 instructions of each of eight warps the schedulers 1,040,
 so that what counts is how much of them runs beside matmuls. At 64 dims the three are even (1,024, 1,024 and 900). So
-scores stay matmuls until they are exponents: the scale is folded into the multiply-add that subtracts the maximum, in
+scores stay q.k until they are exponents: the scale is folded into the multiply-add that subtracts the maximum, in
 units of log(2). (Counted in the compiled code for sm_90; 4,096 operations of bf16 a cycle; nothing measured.)
 """
 
@@ -46,7 +46,7 @@ def _tiles(
             if HAS_LOW:
                 there &= key[None, :] >= first[:, None]
             s = tl.where(there, s, float("-inf"))
-        # Only matmuls with a positive factor are still to be multiplied.
+        # Only q.k with a positive factor are still to be multiplied.
         unit = 1.0 if CAPPED or SIGNED else factor
         new = tl.maximum(largest, tl.max(s, axis=1))
         shift = new * unit

@@ -86,7 +86,7 @@ def _forward_kernel(
             tl.store(sum_ptr + row * cols + col, x, mask=mask)
         wide = to_acc(x)
         kept += (wide if CHUNKS * BLOCK_COLS <= 8192 else x,)
-        # Not a matmul and a sum: where a thread has one element of a row, the matmul would be contracted with the sum
+        # Not a product and a sum: where a thread has one element of a row, the product would be contracted with the sum
         # over threads, and threads that share a row would get different bits.
         sums = (wide if chunk == 0 else sums + wide) if CENTRED else tl.fma(wide, wide, sums)
     mean = quotient(tl.sum(sums, axis=1, keep_dims=True), cols)

@@ -1,1 +1,1 @@
-"""How ring attention runs over a transport: ring, Ulysses, and their matmul."""
+"""How ring attention runs over a transport: ring, Ulysses, and both together."""

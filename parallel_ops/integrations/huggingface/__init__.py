@@ -12,7 +12,7 @@ saving work as before: modules and parameters stay the same objects under the sa
 | in ``ops`` | what is replaced |
 |---|---|
 | ``norm`` | RMSNorm and LayerNorm: ``rms_norm``, ``layer_norm`` |
-| ``activation`` | an MLP's activation and matmul: ``silu_mul``, ``gelu_mul``, ``bias_swiglu``, ``bias_gelu`` |
+| ``activation`` | an MLP's activation and gated product: ``silu_mul``, ``gelu_mul``, ``bias_swiglu``, ``bias_gelu`` |
 | ``rotary`` | the rotation of queries and keys: ``rotary_embedding_qk`` |
 | ``attention`` | causal core attention on a CPU: ``flash_attention`` |
 | ``residual`` | GPT-2's dropouts and the additions after them: ``bias_dropout_add`` |

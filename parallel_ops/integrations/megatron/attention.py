@@ -139,7 +139,7 @@ def _with_mask(
                 q, k, v, attn_mask=~mask.bool(), dropout_p=p, scale=scale, enable_gqa=k.shape[1] != heads
             ),
         ).permute(2, 0, 1, 3).flatten(2)  # fmt: skip
-    if q.dtype is torch.float16:  # the matmul could overflow
+    if q.dtype is torch.float16:  # the product could overflow
         q, scale = q * scale, 1.0
     k, v = (t if t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
     q, k, v = (t.reshape(t.shape[0], b * heads, -1).transpose(0, 1) for t in (q, k, v))

@@ -52,7 +52,7 @@ def write_gradient_(z: Tensor, column: Tensor, saved: Tensor, grad: Tensor, grad
     for rows in blocks_of(z):
         log_p = log_softmax(z[rows], saved[:, rows])
         p = log_p.exp()
-        # Absent columns have p = 0 and log p = -inf, whose matmul must be 0.
+        # Absent columns have p = 0 and log p = -inf, whose product must be 0.
         log_p.clamp_(min=-1e4).add_(saved[3, rows].unsqueeze(1)).mul_(grad_entropy[rows].unsqueeze(1))
         dz = log_p.add_(grad[rows].unsqueeze(1)).mul_(p).neg_()
         at = column[rows].clamp(min=0).unsqueeze(1)

@@ -114,7 +114,7 @@ def test_gate_and_up_in_turn(shape, dtype):
 
 @pytest.mark.executed
 def test_special_values():
-    """exp(-88) is no normal number, but its matmul with -88 is one, and that with infinity is not 0 times infinity."""
+    """exp(-88) is no normal number, but its product with -88 is one, and that with infinity is not 0 times infinity."""
     values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 88.0, -88.0, 1e-40])
     x = torch.cartesian_prod(values, values).requires_grad_()
     ours, theirs = (suite.forward_backward(f, [x, None]) for f in (interpreted(), bias_swiglu_reference))

@@ -84,8 +84,8 @@ def test_numerics_of_any_shape(device, data, dtype, d, d_v):
 
 
 def check_numerics(options, args):
-    """Error at most twice PyTorch's. Gradients of scores are differences of matmuls with dout, which PyTorch computes
-    both from the same numbers, so that they may cancel to nothing there; here, to the rounding of a matmul."""
+    """Error at most twice PyTorch's. Gradients of scores are differences of products with dout, which PyTorch computes
+    both from the same numbers, so that they may cancel to nothing there; here, to the rounding of a product."""
     shape = *args[0].shape[:3], args[2].shape[3]
     grad = randn(*shape, dtype=args[0].dtype, device=args[0].device, seed=9).detach()
     op, reference = both(**options)

@@ -64,7 +64,7 @@ def _upper_half(x: Array, y: Array, kind: str) -> Array:
 
 
 def _multiply(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
-    """mul and mad: .lo, .hi or .wide of the matmul."""
+    """mul and mad: .lo, .hi or .wide of the product."""
     kind = instruction.kind
     x, y = (np.atleast_1d(machine.read(o, kind)) for o in instruction.operands[1:3])
     result = kind

@@ -23,7 +23,7 @@ REFERENCES = {"column": all_gather_linear_reference, "row": linear_reduce_scatte
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small integers: their matmuls and sums are exact in every dtype and order."""
+    """Small integers: their products and sums are exact in every dtype and order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
