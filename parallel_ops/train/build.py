@@ -13,7 +13,7 @@ from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_recipes import device_problem
-from parallel_ops.planner.documents import pair_work
+from parallel_ops.planner.compute.documents import pair_work
 from parallel_ops.train.data.by_length import ByLength
 from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.data.mixture import Mixture

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.documents import describe, representative, with_lengths
+from parallel_ops.planner.compute.documents import describe, representative, with_lengths
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.memory.communicators import process_bytes

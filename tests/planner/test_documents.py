@@ -6,7 +6,7 @@ import pytest
 
 from parallel_ops.planner import Plan, communication, estimate, presets
 from parallel_ops.planner.cli import inputs
-from parallel_ops.planner.documents import describe, grouped, lengths_of, packed, shares
+from parallel_ops.planner.compute.documents import describe, grouped, lengths_of, packed, shares
 
 LLAMA = replace(presets.model("llama3-8b"), seq_length=32768)
 

@@ -34,8 +34,8 @@ from parallel_ops.planner.cli.options import (
     completed,
 )
 from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute.documents import describe
 from parallel_ops.planner.compute.software import CURRENT, era, eras
-from parallel_ops.planner.documents import describe
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation as simulate_plan
 from parallel_ops.planner.export import TARGETS, find_target

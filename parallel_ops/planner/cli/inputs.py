@@ -13,7 +13,7 @@ from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli.huggingface_config import is_config, model_of
 from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
-from parallel_ops.planner.documents import lengths_of, with_lengths
+from parallel_ops.planner.compute.documents import lengths_of, with_lengths
 from parallel_ops.planner.export import ExportTarget, find_target
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields

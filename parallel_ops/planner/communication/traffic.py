@@ -37,8 +37,8 @@ from parallel_ops.planner.communication.network import (
     transfer,
 )
 from parallel_ops.planner.compute.compute import PassTimes, Work, attention_seconds
+from parallel_ops.planner.compute.documents import shares
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.documents import shares
 from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model

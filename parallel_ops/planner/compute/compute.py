@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU
+from parallel_ops.planner.compute.documents import shares
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.matmuls import Engine, linear, product
-from parallel_ops.planner.documents import shares
 from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import recomputed_share
