@@ -1,4 +1,4 @@
-"""Fused ops on one device. One file an op: public function, reference twin, autograd, fake, autocast."""
+"""Fused ops on one device. One file an op: public function, reference twin, outputs, launch, autograd, autocast."""
 
 import parallel_ops._internal.dispatch.extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
 from parallel_ops.ops.activations.bias_gelu import bias_gelu as bias_gelu

@@ -177,7 +177,7 @@ def cross_entropy_reference(
     return loss.sum() / torch.where(divisor == 0, 1, divisor)
 
 
-def fake(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+def outputs(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return empty_outputs(logits, target, class_weight, LossOptions(*arguments[:6]))
 
 
@@ -210,5 +210,5 @@ def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
 
 
 cross_entropy_op = register(
-    "cross_entropy", outputs=fake, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+    "cross_entropy", outputs=outputs, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
 )

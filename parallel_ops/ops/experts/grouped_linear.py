@@ -154,11 +154,11 @@ def _run_backward(
     )
 
 
-def _fake(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
+def outputs(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-def _fake_backward(
+def backward_outputs(
     grad: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     for_x, for_weight, for_bias = needs
@@ -249,14 +249,14 @@ def _flops_of_backward(grad: Tensor, x: Tensor, weight: Tensor, offs: Tensor, ne
 
 _backward = register(
     "grouped_linear_backward",
-    outputs=_fake_backward,
+    outputs=backward_outputs,
     cpu=_run_backward,
     cuda=_run_backward,
     flops=_flops_of_backward,
 )
 _forward = register(
     _OP,
-    outputs=_fake,
+    outputs=outputs,
     cpu=_run_cpu,
     cuda=_run,
     setup_context=_setup_context,

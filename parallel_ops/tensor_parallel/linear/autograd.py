@@ -77,14 +77,14 @@ class LinearOp(abc.ABC):
         self.name = name
         self._backward_op = register(
             f"{name}_backward",
-            outputs=self._fake_backward,
+            outputs=self._backward_outputs,
             cpu=self._backward,
             cuda=self._backward,
             flops=self._flops_of_backward,
         )
         self._op = register(
             name,
-            outputs=self._fake,
+            outputs=self._outputs,
             cpu=self._run,
             cuda=self._run,
             setup_context=self._setup_context,
@@ -181,11 +181,11 @@ class LinearOp(abc.ABC):
         rows = math.prod(x.shape[1:-1]) * max(x.shape[0], grads[0].shape[0])
         return 2 * rows * sum(w.numel() * (needs[0] + need) for w, need in zip(weights, needs[1:], strict=False))
 
-    def _fake(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
+    def _outputs(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
         rows = self.rows(GroupCall(self.name, *arguments))
         return [x.new_empty((rows, *x.shape[1:-1], w.shape[0])) for w in weights]
 
-    def _fake_backward(self, x: Tensor, _: list[Tensor], weights: list[Tensor], *arguments: Any) -> tuple[Any, ...]:
+    def _backward_outputs(self, x: Tensor, _: list[Tensor], weights: list[Tensor], *arguments: Any) -> tuple[Any, ...]:
         call, n = GroupCall(self.name, *arguments), len(weights)
         return (
             x.new_empty(x.shape if call.needs[0] else 0),

@@ -36,7 +36,7 @@ from parallel_ops.ops.cross_entropy.cross_entropy import (
     backward,
     cross_entropy_impl,
     cross_entropy_op,
-    fake,
+    outputs,
     setup_context,
 )
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions, check_logits
@@ -135,7 +135,7 @@ def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *argume
 
 
 _op = register(
-    _NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+    _NAME, outputs=outputs, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
 )
 
 

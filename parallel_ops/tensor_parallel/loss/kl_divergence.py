@@ -31,7 +31,7 @@ from parallel_ops.tensor_parallel.loss.distributions import (
     sum_of_shards,
 )
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
-from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, fake_gradients
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, gradient_outputs
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
 
 NAME = "vocab_parallel_linear_kl_divergence"
@@ -207,7 +207,7 @@ def forward(
     kind = (temperature, None if teacher_weight is None else teacher.shape[-1], teacher.itemsize)
     group, layout, widest = agreed(NAME, weight, bias, ignored, _IGNORED, chunking, kind)
     student, of_teacher_chunks = _chunks(hidden, weight, bias, teacher, teacher_weight, chunking, widest, temperature)
-    loss, saved = fake(hidden, weight)
+    loss, saved = outputs(hidden, weight)
     losses, kept = student.split(loss), student.split(saved, 1)
     for i, t in enumerate(student.split(ignored)):
         _, z = student.logits(i, group)
@@ -246,14 +246,14 @@ def backward_of_chunks(
     return student.gradients()
 
 
-def fake(hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def outputs(hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype, shape = kernels.accumulation_dtype(weight.dtype), hidden.shape[:-1]
     return weight.new_empty(shape, dtype=dtype), weight.new_empty((4, math.prod(shape)), dtype=dtype)
 
 
-def _fake_backward(grad: Tensor, hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def backward_outputs(grad: Tensor, hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     chunking = ChunkOptions(*arguments[5:])
-    return fake_gradients(hidden, weight, chunking, chunking.needs)
+    return gradient_outputs(hidden, weight, chunking, chunking.needs)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -285,10 +285,10 @@ def _flops_of_backward(
 
 
 _backward_op = register(
-    f"{NAME}_backward", outputs=_fake_backward, cpu=backward_of_chunks, cuda=backward_of_chunks,
+    f"{NAME}_backward", outputs=backward_outputs, cpu=backward_of_chunks, cuda=backward_of_chunks,
     flops=_flops_of_backward,
 )  # fmt: skip
 _op = register(
-    NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
+    NAME, outputs=outputs, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
     autocast=cast_first(3), flops=_flops,
 )  # fmt: skip

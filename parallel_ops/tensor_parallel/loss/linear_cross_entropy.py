@@ -45,12 +45,12 @@ from parallel_ops.ops.cross_entropy.options import (
 from parallel_ops.tensor_parallel.loss.distributions import flops_of_backward
 from parallel_ops.tensor_parallel.loss.linear_loss import (
     NAME,
+    backward_outputs,
     backward_per_row,
-    fake,
-    fake_backward,
     flops,
     forward,
     options_of,
+    outputs,
 )
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions
 
@@ -331,9 +331,9 @@ def _finished(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 _backward_op = register(
-    f"{NAME}_backward", outputs=fake_backward, cpu=backward_per_row, cuda=backward_per_row, flops=flops_of_backward
+    f"{NAME}_backward", outputs=backward_outputs, cpu=backward_per_row, cuda=backward_per_row, flops=flops_of_backward
 )
 _op = register(
-    NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
+    NAME, outputs=outputs, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1,
     autocast=cast_first(3), flops=flops,
 )  # fmt: skip

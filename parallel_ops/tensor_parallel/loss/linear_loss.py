@@ -98,15 +98,15 @@ def backward_per_row(
     return chunks.gradients()
 
 
-def fake(
+def outputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     options, chunking = options_of(arguments)
     outputs = kernels.empty_outputs(weight, target, class_weight, options)
-    return *outputs, *fake_gradients(hidden, weight, chunking, [False] * 3 if options.per_row else chunking.needs)
+    return *outputs, *gradient_outputs(hidden, weight, chunking, [False] * 3 if options.per_row else chunking.needs)
 
 
-def fake_gradients(hidden: Tensor, weight: Tensor, chunking: ChunkOptions, needs: list[bool]) -> tuple[Tensor, ...]:
+def gradient_outputs(hidden: Tensor, weight: Tensor, chunking: ChunkOptions, needs: list[bool]) -> tuple[Tensor, ...]:
     sizes = (hidden.shape, weight.shape, weight.shape[:1])
     dtype_of_sum = weight_gradient_dtype(chunking, math.prod(hidden.shape[:-1]), weight)
     dtypes = (weight.dtype, dtype_of_sum, kernels.accumulation_dtype(weight.dtype))
@@ -116,12 +116,12 @@ def fake_gradients(hidden: Tensor, weight: Tensor, chunking: ChunkOptions, needs
     )
 
 
-def fake_backward(
+def backward_outputs(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, column: Tensor,
     saved: Tensor, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _, chunking = options_of(arguments)
-    return fake_gradients(hidden, weight, chunking, chunking.needs)
+    return gradient_outputs(hidden, weight, chunking, chunking.needs)
 
 
 def flops(

@@ -35,7 +35,7 @@ from parallel_ops.tensor_parallel.loss.distributions import (
     write_gradient_,
 )
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
-from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, fake_gradients
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, gradient_outputs
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks
 
 NAME = "vocab_parallel_linear_log_probs"
@@ -212,7 +212,7 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor,
     options, chunking = _options_of(arguments)
     group, layout, widest = agreed(NAME, weight, bias, tokens, options.of_loss(), chunking, options)
     chunks = Chunks(hidden, weight, bias, chunking, widest, temperature=options.temperature)
-    log_probs, entropy, column, saved = fake(hidden, weight, bias, tokens, *arguments)
+    log_probs, entropy, column, saved = outputs(hidden, weight, bias, tokens, *arguments)
     columns, kept = chunks.split(column), chunks.split(saved, 1)
     for i, t in enumerate(chunks.split(tokens)):
         _, z = chunks.logits(i, group)
@@ -251,7 +251,7 @@ def backward_of_chunks(
     return chunks.gradients()
 
 
-def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     options, dtype = Options(*arguments[:3]), kernels.accumulation_dtype(weight.dtype)
     return (
         weight.new_empty(tokens.shape, dtype=dtype),
@@ -261,12 +261,12 @@ def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *a
     )
 
 
-def _fake_backward(
+def backward_outputs(
     grad: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor,
     saved: Tensor, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _, chunking = _options_of(arguments)
-    return fake_gradients(hidden, weight, chunking, chunking.needs)
+    return gradient_outputs(hidden, weight, chunking, chunking.needs)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -291,10 +291,10 @@ def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
 
 
 _backward_op = register(
-    f"{NAME}_backward", outputs=_fake_backward, cpu=backward_of_chunks, cuda=backward_of_chunks,
+    f"{NAME}_backward", outputs=backward_outputs, cpu=backward_of_chunks, cuda=backward_of_chunks,
     flops=lambda grad, _, *given: flops_of_backward(grad, *given),
 )  # fmt: skip
 _op = register(
-    NAME, outputs=fake, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=2,
+    NAME, outputs=outputs, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=2,
     autocast=cast_first(3), flops=lambda _, weight, bias, tokens, *rest: 2 * tokens.numel() * weight.numel(),
 )  # fmt: skip
