@@ -1,5 +1,6 @@
 """Families with experts, linear or latent attention with and without ``huggingface.apply``, and their table."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,93 @@ def test_masks_of_attention_with_sinks():
     assert not is_band(mask, 6, None) and not is_band(mask, 6, 2) and not is_band(mask, 5, 3)
     mask[1, 0, 4, 3] = -1.0
     assert not is_band(mask, 6, 3) and is_band(mask[:1], 6, 3) and not is_band(band[None, None], 6, 3)
+
+
+LLAMA4 = "model.layers.1.feed_forward"
+llama4 = pytest.mark.skipif("llama4" not in HYBRIDS, reason="a family of Transformers 5")
+
+
+class Cubes(torch.nn.Module):
+    def forward(self, x):
+        return x**3
+
+
+def of_outputs(self, hidden_states):
+    """Llama 4's block with weights on what the experts return, as other families have them."""
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(x)
+    y = self.experts(x.repeat(self.num_experts, 1)) * scores.T.reshape(-1, 1)
+    return self.shared_expert(x) + y.view(self.num_experts, *x.shape).sum(0), logits
+
+
+def every_expert(self, hidden_states):
+    """A router whose scores are not 0 where an expert is not chosen."""
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    return logits.sigmoid(), logits
+
+
+def first_expert(self, hidden_states):
+    return hidden_states @ self.gate_up_proj[0, :, : self.hidden_size]
+
+
+def change_class(name, forward):
+    module = "transformers.models.llama4.modeling_llama4"
+    return lambda _, patch: patch.setattr(f"{module}.{name}.forward", forward)
+
+
+CHANGES = {
+    "a hook on the experts": lambda block, _: block.experts.register_forward_hook(lambda *_: None),
+    "an activation": lambda block, _: setattr(block.experts, "act_fn", Cubes()),
+    "a router": lambda block, _: setattr(block.router, "forward", every_expert.__get__(block.router)),
+    "the class of routers": change_class("Llama4Router", every_expert),
+    "the class of blocks": change_class("Llama4TextMoe", of_outputs),
+    "the class of experts": change_class("Llama4TextExperts", first_expert),
+}
+
+
+@llama4
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("applied", ["before", "after"])
+def test_changes_around_weighted_inputs(name, applied, monkeypatch):
+    """Experts get their tokens alone only while the router, the block and they compute what was tried."""
+    stock, model = hybrid_of("llama4"), hybrid_of("llama4")
+    if applied == "before":
+        huggingface.apply(model)
+        step(model, **batch())
+    for each in (stock, model):
+        CHANGES[name](each.get_submodule(LLAMA4), monkeypatch)
+    expected, gradients = step(stock, **batch())
+    handle = huggingface.apply(model) if applied == "after" else huggingface.applied(model)
+    ours, own = step(model, **batch())
+    assert "permute" not in handle.replaced.get(LLAMA4, ())
+    assert any(path.startswith(LLAMA4) for path in handle.unreplaced)
+    torch.testing.assert_close(ours.loss, expected.loss)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(own[parameter], gradient, rtol=1e-4, atol=1e-6)
+
+
+@llama4
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weighted_inputs_in_other_dtypes(dtype):
+    """The block by itself, so that an input is routed alike whatever was rounded before it."""
+    model = hybrid_of("llama4").to(dtype)
+    block = model.get_submodule(LLAMA4)
+    given, grad = torch.randn(2, 3, 7, block.hidden_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def run(block):
+        dtype = next(block.parameters()).dtype
+        x = given.to(dtype, copy=True).requires_grad_()
+        block.zero_grad()
+        y, logits = block(x)
+        y.backward(grad.to(dtype).view_as(y))
+        assert y.dtype is dtype
+        return [y.detach(), logits.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
+
+    exact, stock = run(copy.deepcopy(block).double()), run(block)
+    assert "permute" in huggingface.apply(model).replaced[LLAMA4]
+    for got, theirs, oracle in zip(run(block), stock, exact, strict=True):
+        error, stock_error = ((r.double() - oracle).norm() for r in (got, theirs))
+        assert error <= 2 * stock_error + 1e-6 * oracle.norm()  # stock's sigmoid is float32 in float64 too
 
 
 @pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the table is that of Transformers 5.23.0")

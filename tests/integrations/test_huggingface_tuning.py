@@ -10,7 +10,8 @@ from support.integrations.huggingface_hybrids import HYBRIDS, hybrid_of
 from support.integrations.huggingface_models import with_drawn_vectors
 
 pytest.importorskip("accelerate")
-FAMILIES = ["llama", *(name for name in ("gemma4", "qwen3_5", "gpt_oss", "deepseek_v3", "minimax") if name in HYBRIDS)]
+TRIED = ("gemma4", "qwen3_5", "gpt_oss", "deepseek_v3", "minimax", "llama4")
+FAMILIES = ["llama", *(name for name in TRIED if name in HYBRIDS)]
 TOLERANCE = {"gemma4": 1e-4}
 
 
@@ -58,7 +59,8 @@ def test_adapters_of_peft(family, tmp_path):
         torch.manual_seed(2)
         stacked = [name for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("gate_up_proj")]
         config = peft.LoraConfig(
-            r=4, target_modules="all-linear", target_parameters=stacked or None, init_lora_weights=False
+            r=4, target_modules="all-linear", target_parameters=stacked or None, init_lora_weights=False,
+            exclude_modules=".*router",  # Llama 4's is a linear, with another result
         )  # fmt: skip
         return peft.get_peft_model(model, config)
 
@@ -86,7 +88,8 @@ def text(row):
     return " ".join(f"w{token}" for token in row)
 
 
-@pytest.mark.parametrize("family", FAMILIES[::2])
+# TRL's loss does not find the base model of Llama 4.
+@pytest.mark.parametrize("family", [name for name in FAMILIES[::2] if name != "llama4"])
 def test_supervised_tuning_by_trl(family, tmp_path, tokenizer):
     """TRL puts a forward with a loss of its own over the model's; the ops of its layers run."""
     trl = pytest.importorskip("trl", reason="trl is no dependency")

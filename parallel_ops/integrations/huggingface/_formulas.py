@@ -9,7 +9,7 @@
 | ``core`` | causal attention over the whole sequence, with as many keys as queries or fewer heads |
 | ``head`` | logits as they are, divided or multiplied by a factor, softly capped; a mixture of experts |
 | ``router`` | softmax, then top k, or the other way |
-| ``experts`` | stacked weights, each expert gated; those of gpt-oss |
+| ``experts`` | stacked weights, each expert gated; those of gpt-oss; Llama 4's, in ``_weighted_inputs.py`` |
 | ``block`` | GPT-2's two residual additions |
 """
 
@@ -38,15 +38,15 @@ MLPS: dict[str, Callable[..., dict[str, Any]]] = {
     "gelu": _layers.gelu_mlp,
     "gelu_dropout": _layers.gelu_mlp,
 }
-_HIDDEN, _INNER = 6, 10
-_SIZES = {"hidden_size": _HIDDEN, "hidden_dim": _HIDDEN, "intermediate_size": _INNER, "intermediate_dim": _INNER}
+HIDDEN, INNER = 6, 10
+SIZES = {"hidden_size": HIDDEN, "hidden_dim": HIDDEN, "intermediate_size": INNER, "intermediate_dim": INNER}
 _SHAPES = {  # out, in
-    "gate_proj": (_INNER, _HIDDEN),
-    "up_proj": (_INNER, _HIDDEN),
-    "gate_up_proj": (2 * _INNER, _HIDDEN),
-    "down_proj": (_HIDDEN, _INNER),
-    "c_fc": (_INNER, _HIDDEN),
-    "c_proj": (_HIDDEN, _INNER),
+    "gate_proj": (INNER, HIDDEN),
+    "up_proj": (INNER, HIDDEN),
+    "gate_up_proj": (2 * INNER, HIDDEN),
+    "down_proj": (HIDDEN, INNER),
+    "c_fc": (INNER, HIDDEN),
+    "c_proj": (HIDDEN, INNER),
 }
 
 
@@ -67,7 +67,7 @@ def norm(module: Any) -> Verdict:
     def norms(draw: Draw) -> tuple[Any, ...]:
         weights = {name: None if p is None else draw(*p.shape) for name, p in module._parameters.items()}
         widths = [w.shape[-1] for w in weights.values() if w is not None]
-        widths = widths or list(getattr(module, "normalized_shape", [_HIDDEN]))
+        widths = widths or list(getattr(module, "normalized_shape", [HIDDEN]))
         return stand_in(module, draw, **weights), draw.rows(2, 5, widths[-1])
 
     ours = {kind: _layers.norm(type(module), kind)["forward"] for kind in NORMS}
@@ -81,8 +81,8 @@ def mlp(module: Any, name_of_act: str, activation: _layers.Activation) -> Verdic
         children: dict[str, Any] = {n: _Linear(draw, *_SHAPES[n]) for n in module._modules if n in _SHAPES}
         if "dropout" in module._modules:
             children["dropout"] = lambda x: F.dropout(x, 0.3, draw.training)
-        made = stand_in(module, draw, **children, **_SIZES, **{name_of_act: type(act).forward.__get__(copy.copy(act))})
-        return made, draw.rows(2, 5, _HIDDEN)
+        made = stand_in(module, draw, **children, **SIZES, **{name_of_act: type(act).forward.__get__(copy.copy(act))})
+        return made, draw.rows(2, 5, HIDDEN)
 
     watch = (name_of_act, type(act))
     ours = {n: recipe(type(module), activation, watch, n.endswith("dropout"))["forward"] for n, recipe in MLPS.items()}
@@ -93,8 +93,8 @@ def router(module: Any) -> Verdict:
     def routers(draw: Draw) -> tuple[Any, ...]:
         n = int(module.top_k) + 3
         bias = {"bias": draw(n)} if "bias" in module._parameters else {}
-        made = stand_in(module, draw, weight=draw(n, _HIDDEN), num_experts=n, **bias, **_SIZES)
-        return made, draw(10, _HIDDEN)
+        made = stand_in(module, draw, weight=draw(n, HIDDEN), num_experts=n, **bias, **SIZES)
+        return made, draw(10, HIDDEN)
 
     stock = type(module)
     kinds = ("top_k_softmax",) if "bias" in module._parameters else ("softmax_top_k",)
@@ -106,16 +106,16 @@ def experts(module: Any, activation: _layers.Activation | None) -> Verdict:
 
     def stacked(draw: Draw) -> tuple[Any, ...]:
         if interleaved:
-            weights = {"gate_up_proj": draw(5, _HIDDEN, 2 * _INNER), "down_proj": draw(5, _INNER, _HIDDEN)}
-            weights |= {"gate_up_proj_bias": draw(5, 2 * _INNER), "down_proj_bias": draw(5, _HIDDEN)}
-            made = stand_in(module, draw, **weights, **_SIZES, num_experts=5)
+            weights = {"gate_up_proj": draw(5, HIDDEN, 2 * INNER), "down_proj": draw(5, INNER, HIDDEN)}
+            weights |= {"gate_up_proj_bias": draw(5, 2 * INNER), "down_proj_bias": draw(5, HIDDEN)}
+            made = stand_in(module, draw, **weights, **SIZES, num_experts=5)
         else:
             act = type(module.act_fn).forward.__get__(copy.copy(module.act_fn))
-            weights = {"gate_up_proj": draw(5, 2 * _INNER, _HIDDEN), "down_proj": draw(5, _HIDDEN, _INNER)}
-            made = stand_in(module, draw, **weights, **_SIZES, num_experts=5, act_fn=act, _is_expert_parallel=False)
+            weights = {"gate_up_proj": draw(5, 2 * INNER, HIDDEN), "down_proj": draw(5, HIDDEN, INNER)}
+            made = stand_in(module, draw, **weights, **SIZES, num_experts=5, act_fn=act, _is_expert_parallel=False)
         if "config" in vars(made):
             made.config.__dict__["_experts_implementation_internal"] = "eager"
-        return made, draw.rows(7, _HIDDEN), draw.integers(4, 7, 2), draw(7, 2)
+        return made, draw.rows(7, HIDDEN), draw.integers(4, 7, 2), draw(7, 2)
 
     kind = "interleaved" if interleaved else "stacked"
     watch = None if interleaved else ("act_fn", type(module.act_fn))
@@ -174,13 +174,13 @@ def head(module: Any) -> Verdict:
     mixture = hasattr(module.config, "output_router_logits") and hasattr(module, "num_experts")
 
     def heads(draw: Draw) -> tuple[Any, ...]:
-        hidden, vocab = draw(2, 5, _HIDDEN), 11
+        hidden, vocab = draw(2, 5, HIDDEN), 11
         if mixture:
             routers: Any = tuple(draw(10, module.num_experts) for _ in range(2))
             outputs: Any = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=routers)
         else:
             outputs = _Outputs(last_hidden_state=hidden)
-        projection = _Linear(draw, vocab, _HIDDEN, bias=False)
+        projection = _Linear(draw, vocab, HIDDEN, bias=False)
         parts = {"lm_head": projection, base: lambda *_, **__: outputs}
         made = stand_in(module, draw, **parts, vocab_size=vocab, loss_type="ForCausalLM")  # its default warns
         made.config.__dict__["vocab_size"] = vocab

@@ -14,6 +14,7 @@ from parallel_ops.integrations.huggingface._steps import (
     Skipped,
     Step,
     attention,
+    block_of_experts,
     experts,
     gpt2_block,
     loss,
@@ -37,6 +38,7 @@ _ROLES = {
     "Block": ("residual", gpt2_block),
     "TopKRouter": ("router", router),
     "Experts": ("experts", experts),
+    "Moe": ("experts", block_of_experts),
     "RotaryEmbedding": ("rotary", rotary_tables),
 }
 

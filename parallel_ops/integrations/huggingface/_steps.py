@@ -9,7 +9,14 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from parallel_ops.integrations.huggingface import _attention, _experts, _formulas, _layers, _loss
+from parallel_ops.integrations.huggingface import (
+    _attention,
+    _experts,
+    _formulas,
+    _layers,
+    _loss,
+    _weighted_inputs,
+)
 from parallel_ops.integrations.huggingface._families import base_of, stock_of
 from parallel_ops.integrations.huggingface._fused import (
     Recipe,
@@ -133,20 +140,52 @@ def router(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Ste
 
 
 def experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
+    kind, why, activation = _kind_of_experts(module, stock)
+    if kind is None:
+        yield Skipped(name, module, "grouped_linear", why)
+        return
+    watch = None if activation is None else ("act_fn", type(module.act_fn))
+    ops: tuple[str, ...] = ("grouped_linear", "gelu_mul" if activation in ("tanh", "none") else "bias_swiglu")
+    if kind == "every_token":
+        yield _swap(name, module, ops, _weighted_inputs.experts, activation, watch)
+    else:
+        ops = ("sort_by_expert", "permute", *ops, "unpermute")
+        yield _swap(name, module, ops, _experts.EXPERTS[kind], activation, watch)
+
+
+def _kind_of_experts(module: Any, stock: type[nn.Module]) -> tuple[str | None, str, Any]:
+    """(the forward of ours, why there is none, their activation)"""
     act = getattr(module, "act_fn", None)
     activation = None if act is None else _layers.activation_of(act)
-    gated = "gelu_mul" if activation in ("tanh", "none") else "bias_swiglu"
     reason = obstacle(module, stock, {} if act is None else {"its activation": act})
     config = getattr(module, "config", None)
     reason = reason or (None if config is None else _experts.obstacle(config._experts_implementation))
     reason = reason or (_no_op(act) if act is not None and activation is None else None)
-    kind, why = (None, reason) if reason else _formulas.experts(module, activation)
-    if kind is None:
-        yield Skipped(name, module, "grouped_linear", str(why))
+    if reason:
+        return None, reason, activation
+    if activation is not None and _weighted_inputs.take_tokens_alone(module):
+        return *_weighted_inputs.try_experts(module, activation), activation
+    return *_formulas.experts(module, activation), activation
+
+
+def block_of_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
+    own = _weighted_inputs.experts_of(module)
+    family = None if own is None else stock_of(own)
+    if family is None:  # another family's block, whose experts get the choice
         return
-    ops = ("sort_by_expert", "permute", "grouped_linear", gated, "unpermute")
-    watch = None if act is None else ("act_fn", type(act))
-    yield _swap(name, module, ops, _experts.EXPERTS[kind], activation, watch)
+    kind, _, activation = _kind_of_experts(own, family)
+    if kind is None:  # reported with the experts
+        return
+    router = module.router
+    reason = obstacle(module, stock, {"experts": module.experts})
+    if reason is None and is_wrapped(router):
+        reason = "something else has replaced the forward of its router"
+    if reason is None:
+        kind, reason = _weighted_inputs.try_block(module, own, activation)
+    if reason:
+        yield Skipped(name, module, "permute", reason)
+        return
+    yield _swap(name, module, ("sort_by_expert", "permute", "unpermute"), _weighted_inputs.block, type(router))
 
 
 def separate_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
