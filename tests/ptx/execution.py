@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,6 @@ from ptx.memory.global_memory import GlobalMemory
 from ptx.program import Program, parse
 from ptx.report import Report
 from ptx.values import Array, Fault
-
-Interleaving = Callable[[list[Machine], GlobalMemory], None]
 
 # Threads of a launch that are run at once: more do not fit the caches, fewer leave NumPy's calls no work.
 _THREADS = 1 << 15
@@ -79,7 +77,6 @@ def executed(
     seed: int = 0,
     programs: int | None = None,
     shuffle: int | None = None,
-    interleaving: Interleaving | None = None,
 ) -> Iterator[list[Report]]:
     """Kernels that are launched in the block are compiled for ``sm_<capability>`` and run here.
 
@@ -88,19 +85,13 @@ def executed(
     of which the last of a row is partly empty, as many as whole rows of tiles need, two at least. Where some programs
     wait for others, the workers, both kinds have a report of their own.
     ``shuffle``: all programs of a launch at once, in an order set by this number, instead of in theirs.
-    ``interleaving``: runs the programs of a launch, each a machine of its own, as it likes (``arrivals``).
     """
     reports: list[Report] = []
     notes = _Unwritten()
     approximation = Approximation(None if exact else seed)
 
     def execute(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        reports.extend(
-            _run(
-                self, args, kwargs, grid, capability, programs, notes, approximation, shuffle=shuffle,
-                interleaving=interleaving,
-            )
-        )  # fmt: skip
+        reports.extend(_run(self, args, kwargs, grid, capability, programs, notes, approximation, shuffle=shuffle))
 
     original = JITFunction.run
     JITFunction.run = execute
@@ -142,7 +133,7 @@ def ops_launch_kernels() -> Iterator[None]:
 def _run(
     kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any, capability: int,
     sample: int | None, notes: _Unwritten, approximation: Approximation, machine_code: bool = False,
-    shuffle: int | None = None, interleaving: Interleaving | None = None,
+    shuffle: int | None = None,
 ) -> list[Report]:  # fmt: skip
     bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in aot.OPTIONS})
     bound.apply_defaults()
@@ -170,7 +161,7 @@ def _run(
         reports = [
             run(
                 program, grid, warps, values, shared, part, notes.flags, approximation, launch, counted,
-                total if shuffle is not None else None, interleaving,
+                total if shuffle is not None else None,
             )
             for part in parts
         ]  # fmt: skip
@@ -202,7 +193,7 @@ def run(
     program: Program, grid: tuple[int, ...], warps: int, arguments: list[tuple[str, Any]], shared_bytes: int = 0,
     numbers: Array | None = None, unwritten: dict[int, Array] | None = None,
     approximation: Approximation = _EXACT, specialised: aot.Launch | None = None,
-    counted: Mapping[str, int] | None = None, at_once: int | None = None, interleaving: Interleaving | None = None,
+    counted: Mapping[str, int] | None = None, at_once: int | None = None,
 ) -> Report:  # fmt: skip
     """Runs ``program``; ``arguments``: (name, tensor or number) of each parameter.
 
@@ -222,14 +213,8 @@ def run(
     report.names = {i: instruction.name for i, instruction in enumerate(program.instructions)}
     report.sizes = {b.name: len(b.data) for b in memory.buffers}
     report.element_bytes = {b.name: b.unit for b in memory.buffers}
-    at_once = 1 if interleaving else at_once or max(1, _THREADS // (32 * warps))
+    at_once = at_once or max(1, _THREADS // (32 * warps))
     parts = [numbers[first : first + at_once] for first in range(0, len(numbers), at_once)]
-    machines = (
-        Machine(program, shape, part, warps, named, memory, shared_bytes, report, approximation) for part in parts
-    )
-    if interleaving is not None:
-        interleaving(list(machines), memory)
-        return report
-    for machine in machines:
-        machine.run()
+    for part in parts:
+        Machine(program, shape, part, warps, named, memory, shared_bytes, report, approximation).run()
     return report

@@ -4,7 +4,6 @@ Threads that are at different places run in groups, the earliest place first, so
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -157,18 +156,13 @@ class Machine:
     # Control flow
 
     def run(self) -> None:
-        for _ in self.turns():
-            pass
-
-    def turns(self) -> Iterator[str]:  # noqa: PLR0912
-        """Runs the program; stops before each load that acquires ("look"), and where all threads sleep ("sleep")."""
+        """Runs the program to its end."""
         groups: dict[int, Array] = {0: self.live.copy()}
         asleep: dict[int, Array] = {}  # until no other thread can go on
         steps = alone = 0
         with np.errstate(all="ignore"):
             while groups or asleep:
                 if not groups:
-                    yield "sleep"
                     groups, asleep, alone = asleep, {}, alone + 1
                     if alone > _PATIENCE:
                         raise Fault("waits for what no program does")
@@ -200,8 +194,6 @@ class Machine:
                             self.live &= ~went
                         _join(groups, place, stay)
                         break
-                    if instruction.has("acquire"):
-                        yield "look"
                     try:
                         self._step(instruction, place - 1, taking)
                     except Fault as fault:

@@ -91,9 +91,8 @@ def all_gather_linear(
             ``"off"``: whole collectives; the backward runs them beside whole matmuls, as Megatron-LM does.
             A number: each rank's shard is sent in that many chunks in the forward, multiplied as they arrive; the
             backward is as with ``"off"``.
-            ``"symmetric"``: on GPUs of one node that read each other's memory, one matmul whose tiles wait for shards
-            that copy engines bring, or torch's ``fused_all_gather_matmul``, the faster one; 16 bits, equal shards; the
-            backward is as with ``"off"``.
+            ``"symmetric"``: on GPUs of one node that read each other's memory, torch's ``fused_all_gather_matmul``,
+            with the bias added to its result; 16 bits, equal shards; the backward is as with ``"off"``.
             ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
             the forward, and ``"off"`` is taken where nothing gains 2 %; the weights must then have the same shapes on
             every rank. In deterministic mode a rule decides (``choose.py``), on a CPU ``"off"``.

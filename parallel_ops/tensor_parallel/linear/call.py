@@ -141,8 +141,7 @@ class GroupCall:
         # The messages of a backward depend on which parameters need gradients.
         flags = tuple(self.needs), self.exact, self.partial_bias
         options: tuple[object, ...] = (tuple(self.sizes), self.overlap, flags, over)
-        chosen = self.overlap == SYMMETRIC or (self.overlap == AUTO and x.is_cuda)
-        measured = [tuple(w.shape) for w in weights] if chosen else []
+        measured = [tuple(w.shape) for w in weights] if self.overlap == AUTO and x.is_cuda else []
 
         def text() -> str:
             even = len(set(self.sizes)) == 1
