@@ -86,14 +86,9 @@ def busy(times: Sequence[int], places: int) -> float:
     return sum(times) / (max(free) * places)
 
 
-def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
-    """The grids of ``launched_grids``."""
-    return [grid for grid, _ in launched_grids(shape, device, compiled=compiled)]
-
-
 @functools.cache
-def launched_grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[tuple[Grid, Any]]:
-    """Grids and launches of a forward and a backward in bfloat16, as the launchers choose them for the device.
+def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
+    """Grids of a forward and a backward in bfloat16, as the launchers choose them for the device.
 
     ``compiled``: for each, how many programs an SM has a place for; otherwise one.
     """
@@ -133,7 +128,7 @@ def launched_grids(shape: Shape, device: Device, *, compiled: bool = True) -> li
         )  # fmt: skip
         if launch.call[2][0] != grid.programs:
             raise ValueError(f"{launch} has {launch.call[2][0]} programs, not {grid.programs}")
-        found.append((grid, launch))
+        found.append(grid)
     return found
 
 

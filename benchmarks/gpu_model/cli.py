@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.gpu_model import attention, attention_speed, devices, table
+from benchmarks.gpu_model import attention, devices, table
 from benchmarks.gpu_model.cases import DTYPES, SHAPES, Row, dtypes, rows
 from parallel_ops._internal import command_line
 
@@ -54,8 +54,7 @@ def command(
                 if json_file:
                     json_file.write_text(json.dumps([dataclasses.asdict(r) for r in known_rows.values()], indent=1))
     if page:
-        parts = [table.page(list(known_rows.values()), gpus, measurements), attention.section(gpus)]
-        page.write_text("\n".join([*parts, attention_speed.section(gpus, attention_speed.measured(measured))]))
+        page.write_text(f"{table.page(list(known_rows.values()), gpus, measurements)}\n{attention.section(gpus)}")
 
 
 def _read(path: Path) -> dict[tuple[str, ...], Row]:

@@ -14,8 +14,8 @@ _HEAD = """# What the GPU kernels should reach
 `python -m benchmarks.gpu_model --json FILE --table docs/gpu_model.md`, which takes a quarter of an hour of one core and
 no GPU. The PTX of every launch runs in the executor of the tests (a sample of its programs), which counts trips of
 loops, bytes, sectors and barriers; registers and machine instructions are those of ptxas for the GPU. What the kernels
-may need at most is held by `tests/benchmarks/test_gpu_model.py`. Attention, bound by products, stands at the end with a
-model of its own; the linear loss is a product of torch's and is not here.
+may need at most is held by `tests/benchmarks/test_gpu_model.py`. Attention is bound by its matmuls: at the end stands
+how full its launches keep a GPU. The linear loss is a matmul of torch's and is not here.
 
 - **Share**, below each GPU: the expected speed against `torch.clone` moving the least bytes that the op must move, and
   what limits it: bytes; issue (of instructions); special (functions: exponentials, reciprocals); L2 (what is asked of
@@ -70,7 +70,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def rows_measured(folder: Path) -> Iterator[results.Row]:
+def _rows_measured(folder: Path) -> Iterator[results.Row]:
     """The measurements of ops in a folder, where tables of other benchmarks lie, too."""
     for path in sorted(folder.glob("*.csv")):
         with path.open() as file:
@@ -81,15 +81,15 @@ def rows_measured(folder: Path) -> Iterator[results.Row]:
 def measured(folder: Path) -> dict[tuple[str, ...], float]:
     """Share of clone of each measurement on a GPU of the model, by the key of its row."""
     found: dict[tuple[str, ...], float] = {}
-    for row in rows_measured(folder):
-        device = device_of(row.device)
+    for row in _rows_measured(folder):
+        device = _device_of(row.device)
         if row.percent_of_clone is not None and device is not None:
             op = row.op if row.provider == "parallel_ops" else f"{row.op}.{row.provider}"
             found[op, row.direction, row.shape, row.dtype, device] = row.percent_of_clone / 100
     return found
 
 
-def device_of(name: str) -> str | None:
+def _device_of(name: str) -> str | None:
     """The GPU of the model that calls itself ``name``, in lower case with dashes."""
     for part, device in (("a100", "A100"), ("h200", "H200"), ("b200", "B200"), ("h100-pcie", "H100 PCIe")):
         if part in name:

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_model import attention_speed, devices, table
+from benchmarks.gpu_model import devices, table
 from benchmarks.gpu_model.cases import Row, benchmark
 from benchmarks.gpu_model.facts import SAMPLE, directions, launched
 from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
-from benchmarks.harness import results
-from benchmarks.harness.environment import describe
 from parallel_ops import bias_gelu, silu_mul
 
 pytestmark = pytest.mark.aot
@@ -65,34 +63,6 @@ def test_the_page_shows_measurements_beside_predictions():
 def test_measurements_of_gpus_are_found_among_other_tables():
     """Those of whole ops; rows of overlap and ring attention are of another kind."""
     assert {device for *_, device in table.measured(Path(table.__file__).parents[1] / "results")} <= set(GPUS)
-
-
-def test_attention_is_between_what_hides_and_what_does_not():
-    """With 256 dims dK and dV wait for shared memory; with 64 a forward waits for exponentials."""
-    wide, narrow = (attention_speed.speeds((1, 2048, 4, 1, dims, None), GPUS["H100 SXM"]) for dims in (256, 64))
-    for speed in (*wide.values(), *narrow.values()):
-        assert 0 < speed.apart < speed.beside < attention_speed.PEAKS["H100 SXM"]
-        assert all(0 < tile.least <= tile.products for tile in speed.tiles.values())
-    assert wide["backward"].tiles["_keys_kernel"].limit == "shared memory"
-    assert narrow["forward"].limit == "special"
-
-
-def test_measured_attention_is_that_of_the_kernels(tmp_path):
-    """4 x 8 heads x 128 dims x half of 8,192^2 pairs are 137.4 GFLOP."""
-    values = dict.fromkeys(f.name for f in dataclasses.fields(results.Row)) | vars(describe(torch.device("cpu")))
-    values |= {"device": "nvidia-h100-80gb-hbm3", "op": "flash_attention", "shape": "1x8x8192x128x1", "bytes": 1}
-    rows = [
-        results.Row(**values | {"provider": provider, "direction": direction, "ms_median": ms})
-        for provider, direction, ms in (("triton", "forward", 0.25), ("sdpa_cudnn", "forward", 0.2),
-                                        ("triton", "backward", 1.0), ("window", "forward", 0.1))
-    ]  # fmt: skip
-    results.merge(tmp_path / "nvidia-h100-80gb-hbm3.csv", rows)
-    found = attention_speed.measured(tmp_path)
-    key = "1x8192x8x1x128"
-    assert found == {
-        (key, "forward", "H100 SXM"): pytest.approx(4 * 137.439),
-        (key, "backward", "H100 SXM"): pytest.approx(343.6, rel=1e-3),
-    }
 
 
 def test_wave_efficiency():
