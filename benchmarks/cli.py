@@ -16,7 +16,6 @@ from benchmarks.harness import report, results
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, cases, measure
 from benchmarks.harness.options import DTYPES, check, chosen_device, console, folder
-from benchmarks.harness.plot import plot_op
 from benchmarks.harness.spec import Benchmark
 from parallel_ops._internal import command_line
 
@@ -67,7 +66,7 @@ def command(
         ),
     ] = True,
     replay: Annotated[bool, typer.Option("--replay", help="Also replays of a CUDA graph of the op.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder for the CSV file and the charts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the CSV file.")] = None,
     list_ops: Annotated[bool, typer.Option("--list", help="Name the ops and stop.")] = False,
 ) -> None:
     """Time, bandwidth and memory of the fused ops against eager PyTorch, torch.compile and torch.clone.
@@ -94,7 +93,7 @@ def command(
 
 
 def run(benchmarks: Sequence[Benchmark], settings: Settings, folder: Path, console: Console) -> bool:
-    """Measures, writes the CSV file after each case and the charts, prints the tables.
+    """Measures, writes the CSV file after each case, prints the tables.
 
     Returns:
         False if something could not be measured.
@@ -105,7 +104,6 @@ def run(benchmarks: Sequence[Benchmark], settings: Settings, folder: Path, conso
     measured: list[results.Row] = []
     for benchmark in benchmarks:
         rows: list[results.Row] = []
-        stored: list[results.Row] = []
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(f"{benchmark.op}: compiling", total=None)
@@ -113,12 +111,11 @@ def run(benchmarks: Sequence[Benchmark], settings: Settings, folder: Path, conso
                 progress.update(task, description=f"{case.op}: {case.direction} {case.dtype} {list(case.shape)}")
                 try:
                     rows += (found := measure(case, settings, environment))
-                    stored = results.merge(table, found)
+                    results.merge(table, found)
                 except Exception as error:  # one case that runs out of memory must not cost the others
                     problems.append(f"{case.op}: {case.direction} {case.dtype} {list(case.shape)}: {error}")
         if not rows:
             continue
-        plot_op([row for row in stored if row.op == benchmark.op], folder / f"{environment.device}-{benchmark.op}.png")
         report.print_op(console, rows, benchmark.flops)
         measured += rows
     report.print_summary(console, measured)

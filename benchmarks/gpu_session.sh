@@ -11,7 +11,7 @@
 #   3  machine build tests sanitizer gains attention memory host_time     every op on this GPU; what experimental
 #      features gain; speed
 #
-# Other steps: counters (ncu), compile, models, overlap, graphs (steps eager and replayed). Any can be named in STEPS
+# Other steps: compile, models, overlap, graphs (steps eager and replayed). Any can be named in STEPS
 # instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not
 # keep the next from running; the exit status is then 1.
 #
@@ -20,7 +20,7 @@
 # alone, or NCCL_LIBRARY a libnccl.so.2. Without either these proofs fail and say so.
 #
 # Needs python3 (3.10 or later) with torch, triton, setuptools, pytest, pytest-xdist, hypothesis, pydantic, rich, typer,
-# matplotlib and transformers, and a C++ compiler. The package is installed into BUILD_FOLDER (build/gpu_session), where a
+# and transformers, and a C++ compiler. The package is installed into BUILD_FOLDER (build/gpu_session), where a
 # later call finds it as long as the sources are the same; the Python installation stays as it is. With DEVICE=cpu all
 # steps but those of the GPU alone run over gloo.
 #
@@ -56,7 +56,7 @@ declare -A limits=(
   [machine]=20 [build]=90 [nccl]=150 [pipelines]=240
   [parallel]=90 [beside]=70 [kernels]=60
   [tests]=130 [sanitizer]=40 [gains]=30 [attention]=80 [memory]=40 [host_time]=30
-  [counters]=60 [compile]=100 [models]=110 [overlap]=50 [graphs]=60
+  [compile]=100 [models]=110 [overlap]=50 [graphs]=60
 )
 failed=0
 verdicts=()
@@ -169,7 +169,6 @@ for name in $steps; do
         --replay --output "$output"
       ;;
     host_time) step host_time "$python" -m benchmarks host_time --device cuda --rounds 50 --output "$output" ;;
-    counters) step counters "$python" -m benchmarks.gpu_session.counters "$output" ;;
     compile)
       step compile "$python" -m benchmarks "${compiled_ops[@]}" --device cuda --dtype bfloat16 --shapes 2 \
         --output "$output"
@@ -195,7 +194,6 @@ pack() {
   for log in "$output"/*.log; do
     [[ -e $log ]] && tail -c "$1" "$log" >"$folder/$(basename "$log")"
   done
-  [[ $1 -gt 100000 ]] || rm -f "$folder"/*.png
   tar -C "$folder" -czf "$output/results.tar.gz" .
   rm -rf "$folder"
 }

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
 
 from benchmarks.harness.environment import Environment
 
-# The providers, in the order in which tables and charts show them.
+# The providers, in the order in which tables show them.
 PROVIDERS = (
     *("parallel_ops", "replay", "inplace", "triton", "eager", "compile", "torch", "liger", "cce"),
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "window", "documents", "clone"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_session import capture, counters, machine
+from benchmarks.gpu_session import capture, machine
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu_session.sh"
@@ -20,13 +20,13 @@ CALLS = {
     "3": ["machine", "build", "tests", "sanitizer", "gains", "attention", "memory", "host_time"],
 }
 STEPS = [*CALLS["1"], *CALLS["2"][3:], *CALLS["3"][2:]]
-MORE = ["counters", "compile", "models", "overlap", "graphs"]
+MORE = ["compile", "models", "overlap", "graphs"]
 STAND_IN = """#!/usr/bin/env bash
 echo "ran: $*"
 case "$*" in
   *"prove parallel"*) exit 3 ;;
   *"prove beside"*) exec sleep 60 ;;
-  *"--no-composites"*) echo row >"$OUTPUT/a-gpu.csv"; echo chart >"$OUTPUT/a-gpu.png" ;;
+  *"--no-composites"*) echo row >"$OUTPUT/a-gpu.csv" ;;
   *"benchmarks host_time"*) head -c "${LOG_BYTES:-10}" /dev/urandom | base64 -w 100 ;;
 esac
 """
@@ -65,7 +65,7 @@ def test_a_failing_and_a_slow_step_do_not_keep_the_next_from_running(tmp_path):
     assert ran.returncode == 1 and (output / "summary.txt").read_text().endswith(verdicts[-1] + "\n")
     assert sorted(os.listdir(output)) == ["results.tar.gz", "summary.txt"]
     packed = logs(output)
-    assert {"a-gpu.csv", "a-gpu.png", *(f"{name}.log" for name in STEPS)} == set(packed)
+    assert {"a-gpu.csv", *(f"{name}.log" for name in STEPS)} == set(packed)
     assert b"ran: -m benchmarks flash_attention --device cuda" in packed["attention.log"]
     assert b"ran: -m benchmarks.gpu_session.attention_choice" in packed["attention.log"]
 
@@ -91,7 +91,7 @@ def test_the_three_calls(tmp_path, call):
 
 @bash
 def test_results_are_at_most_eight_megabytes(tmp_path):
-    """Of long logs the ends are kept, and charts go."""
+    """The ends of long logs are kept."""
     _, output = session(tmp_path, STEPS="memory host_time", LOG_BYTES="30000000")
     assert (output / "results.tar.gz").stat().st_size <= 8_000_000
     assert len(logs(output)["host_time.log"]) == 1_000_000
@@ -158,7 +158,7 @@ def test_it_names_tests_and_modules_that_exist():
     assert len(named) >= 2
     assert all((ROOT / name).exists() or (ROOT / f"{name}.py").exists() for name in named)
     modules = re.findall(r"-m (benchmarks\.[\w.]+)", text)
-    assert len(modules) == 7
+    assert len(modules) == 6
     places = [ROOT / name.replace(".", "/") for name in modules]
     assert all(place.is_dir() or place.with_suffix(".py").exists() for place in places)
 
@@ -177,39 +177,3 @@ def test_a_step_to_be_captured(monkeypatch):
     cpu = torch.device("cpu")
     first, _ = capture.eager_losses(cpu, torch.float32)
     assert capture.eager_losses(cpu, torch.float32)[0] == first and len(set(first)) == 2
-
-
-NCU = """==PROF== Connected
-"ID","Kernel Name",{names}
-"","",{units}
-"0","_keys_kernel",{values}
-"""
-
-
-def test_counters(tmp_path, monkeypatch, capsys):
-    metrics = list(counters.METRICS.values())
-    table = NCU.format(
-        names=",".join(f'"{m}"' for m in metrics), units='"us",' + ",".join('"%"' for _ in metrics[1:]),
-        values='"1,234.5",' + ",".join(f'"{n}"' for n in range(1, len(metrics))),
-    )  # fmt: skip
-    found = counters.parsed(table)
-    assert found["time"] == "1,234.5 us" and found["memory"] == "1 %" and list(found) == list(counters.METRICS)
-    with pytest.raises(ValueError, match="no table"):
-        counters.parsed("==ERROR== nothing")
-    ncu = tmp_path / "ncu"
-    ncu.write_text(f"#!/bin/sh\necho '{table}'\n")
-    ncu.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert counters.main(str(tmp_path)) == 0
-    assert (tmp_path / "counters.csv").read_text().count("\n") == 5
-    ncu.write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM\n")
-    assert counters.main(str(tmp_path)) == 0 and "may not read" in capsys.readouterr().out
-    ncu.write_text("#!/bin/sh\nexit 1\n")
-    assert counters.main(str(tmp_path)) == 1
-    monkeypatch.setenv("PATH", "")
-    assert counters.main(str(tmp_path)) == 0
-
-
-@pytest.mark.parametrize("name", counters.CASES)
-def test_what_is_counted_runs(name):
-    counters.call(name, "cpu")

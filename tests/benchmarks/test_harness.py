@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import cli, ops
 from benchmarks.cli import app, run
-from benchmarks.harness import measure, plot, report, results, timing
+from benchmarks.harness import measure, report, results, timing
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.memory import peak_bytes
 from benchmarks.harness.timing import Rounds
@@ -140,9 +140,6 @@ def test_run_of_one_op_end_to_end(tmp_path, device):
     done, out = tiny_run(tmp_path, torch.device(device))
     assert done
     (table,) = tmp_path.glob("*.csv")
-    (chart,) = tmp_path.glob("*.png")
-    assert chart.name == f"{table.stem}-bias_gelu.png"
-    assert chart.stat().st_size > 10_000
     rows = {row.key[1:]: row for row in results.read(table)}
     providers = {"parallel_ops", "eager", "compile", "clone"}
     assert {key[-1] for key in rows} == providers
@@ -233,8 +230,3 @@ def test_list_names_the_ops():
     result = CliRunner().invoke(app, ["--list"])
     assert result.exit_code == 0
     assert result.stdout.split() == list(OPS)
-
-
-def test_every_provider_has_a_colour():
-    """clone is a line, not a bar."""
-    assert set(plot.LOOKS) == set(results.PROVIDERS) - {"clone"}
