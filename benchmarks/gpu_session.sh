@@ -147,7 +147,7 @@ proofs() {
 
 for name in $steps; do
   case $name in
-    machine) step machine bash -c 'nvidia-smi; PYTHONPATH=$tree "$python" -m benchmarks.gpu_session.machine' ;;
+    machine) step machine bash -c 'nvidia-smi; PYTHONPATH= "$python" -m torch.utils.collect_env' ;;
     build) step build bash -c install_package ;;
     nccl) step nccl bash -c build_nccl ;;
     pipelines | parallel | beside | kernels | tests) proofs "$name" ;;

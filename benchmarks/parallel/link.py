@@ -27,7 +27,7 @@ from benchmarks.harness import options, results
 from benchmarks.harness.environment import describe
 from benchmarks.harness.timing import Call, HostTimer, Rounds, Timer, device_timer, take_turns
 from parallel_ops._internal.command_line import fail
-from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, Transport
+from parallel_ops.comm.transport.base import Capabilities, Handle, Receive, Send, Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.comm.transport.registry import transport_of, use_transport
 from parallel_ops.train.launch.worker import gpu_of_rank
@@ -76,7 +76,7 @@ class _CudaHandle:
         self._chunk = None
 
 
-class SimulatedTransport(Endpoint):
+class SimulatedTransport(Transport):
     """Rank ``rank`` of ``size``; the other ranks are not there.
 
     Args:
@@ -214,13 +214,13 @@ class Session:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return dict(zip(calls, seconds.tolist(), strict=True))
 
-    def end(self, name: str, rows: Sequence[Any], table: Table, note: str = "", output: Path | None = None) -> None:
+    def end(self, name: str, rows: Sequence[Any], table: Table, output: Path | None) -> None:
         """Writes and prints the rows on the first rank, and leaves the group."""
         if self.first:
             console = options.console(140)
             console.print(table)
             path = options.folder(output, self.quick) / f"{rows[0].device}-{name}.csv"
             results.merge(path, rows)
-            console.print(f"{note}written to {path}", soft_wrap=True, highlight=False)
+            console.print(f"written to {path}", soft_wrap=True, highlight=False)
         if self.group is not None:
             dist.destroy_process_group()

@@ -237,7 +237,7 @@ def main(
         keep_freed_memory()  # as in training; without it page faults of new outputs decide
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))  # one core is the link's
     rows = [row for gemm in chosen for row in _rows(session, gemm, factor, 1e-6 * latency_us)]
-    session.end("overlap", rows, _table(rows), output=output)
+    session.end("overlap", rows, _table(rows), output)
 
 
 app = options.single(main)

@@ -169,25 +169,6 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     }
 
 
-def torch_ring(shape: Shape, size: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """PyTorch's own context parallelism over the default group; RuntimeError where it has no kernel."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh(device.type, (size,))
-    s = size * shape.tokens
-    # [b, h, s, d], whole on every rank; keys are repeated, since its ring takes as many heads of each.
-    q, k, v = (torch.randn(1, shape.heads, s, shape.head_dim, device=device).to(dtype) for _ in range(3))
-    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def forward() -> object:
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return forward
-
-
 def main(
     processes: Annotated[bool, typer.Option("--processes", help="Ranks of torchrun in place of a paced link.")] = False,
     link: options.Links = None,
@@ -216,8 +197,7 @@ def main(
     if documents > 1:
         shapes.append(dataclasses.replace(base, documents=documents))
     rows = [row for shape in shapes for row in _rows(session, shape)]
-    note = f"{_peer(session, base)}\n" if processes else ""
-    session.end("ring_attention", rows, _table(rows), note, output)
+    session.end("ring_attention", rows, _table(rows), output)
 
 
 app = options.single(main)
@@ -243,16 +223,6 @@ def _rows(session: Session, shape: Shape) -> list[Row]:
             columns = {**session.shared, **named, **derived(seconds, session.size, direction)}
             rows.append(Row(**dataclasses.asdict(shape), direction=direction, **columns))
     return rows
-
-
-def _peer(session: Session, shape: Shape) -> str:
-    """PyTorch's own ring: its time, or why it has none."""
-    try:
-        call = torch_ring(shape, session.size, session.dtype, session.device)
-    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
-        return f"PyTorch's context_parallel does not run here: {str(error).splitlines()[0]}"
-    seconds = session.medians({"torch": call})["torch"]
-    return f"PyTorch's context_parallel, forward, keys repeated: {1e3 * seconds:.3g} ms"
 
 
 def _nothing() -> None:
