@@ -1,6 +1,6 @@
-"""The collectives as autograd Functions: the backward of each is another one of them, so second derivatives work."""
+"""The collectives as one autograd function: the backward of each is another one, so second derivatives work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,94 +8,35 @@ from torch import Tensor
 
 from parallel_ops.comm import primitives
 
-# Each Function's last argument is the name of the call for errors: of the forward, or of whose backward it is.
+# Each takes x, its own arguments, the name of the group, and the name of the call for errors.
+_FORWARD: dict[str, Callable[..., Tensor]] = {
+    "copy": lambda x, fp32, group, op: x.view_as(x),
+    "reduce": primitives.all_reduce,
+    "scatter": lambda x, dim, sizes, group, op: primitives.scatter(x, dim, sizes, group),
+    "gather": primitives.all_gather,
+    "all_gather": lambda x, dim, sizes, fp32, group, op: primitives.all_gather(x, dim, sizes, group, op),
+    "reduce_scatter": primitives.reduce_scatter,
+    "all_to_all": primitives.all_to_all,
+}
+# The collective of the backward, which takes the same arguments.
+_BACKWARD = {
+    "copy": "reduce", "reduce": "copy", "scatter": "gather", "gather": "scatter", "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
+}  # fmt: skip
 
 
-def _backward_of(op: str) -> str:
-    return f"backward of {op}"
-
-
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fp32: bool, group: str, op: str) -> Tensor:
-        ctx.args = fp32, group, _backward_of(op)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Reduce.apply(grad, *ctx.args), None, None, None
-
-
-class Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fp32: bool, group: str, op: str) -> Tensor:
-        ctx.args = fp32, group, _backward_of(op)
-        return primitives.all_reduce(x, fp32, group, op)
+class Collective(torch.autograd.Function):
+    """``Collective.apply(x, name, *arguments, group, op)``: a collective of ``_FORWARD``."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Copy.apply(grad, *ctx.args), None, None, None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
-        ctx.args = dim, sizes, group, _backward_of(op)
-        return primitives.scatter(x, dim, sizes, group)
+    def forward(ctx: Any, x: Tensor, name: str, *arguments: Any) -> Tensor:
+        ctx.collective, ctx.arguments = name, arguments
+        return _FORWARD[name](x, *arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Gather.apply(grad, *ctx.args), None, None, None, None
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
-        ctx.args = dim, sizes, group, _backward_of(op)
-        return primitives.all_gather(x, dim, sizes, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Scatter.apply(grad, *ctx.args), None, None, None, None
-
-
-class AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32: bool, group: str, op: str) -> Tensor:
-        ctx.args = dim, sizes, fp32, group, _backward_of(op)
-        return primitives.all_gather(x, dim, sizes, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ReduceScatter.apply(grad, *ctx.args), None, None, None, None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32: bool, group: str, op: str) -> Tensor:
-        ctx.args = dim, sizes, fp32, group, _backward_of(op)
-        return primitives.reduce_scatter(x, dim, sizes, fp32, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return AllGather.apply(grad, *ctx.args), None, None, None, None, None
-
-
-class AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        split_dim: int,
-        split_sizes: Sequence[int],
-        concat_dim: int,
-        concat_sizes: Sequence[int],
-        group: str,
-        op: str,
-    ) -> Tensor:
-        ctx.args = concat_dim, concat_sizes, split_dim, split_sizes, group, _backward_of(op)
-        return primitives.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return AllToAll.apply(grad, *ctx.args), None, None, None, None, None, None
+        *own, group, op = ctx.arguments
+        if ctx.collective == "all_to_all":  # what was concatenated is split
+            own = own[2:] + own[:2]
+        back = Collective.apply(grad, _BACKWARD[ctx.collective], *own, group, f"backward of {op}")
+        return back, None, *(None for _ in ctx.arguments)

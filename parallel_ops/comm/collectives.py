@@ -39,7 +39,7 @@ from parallel_ops._internal.distributed.group_checks import (
     shard_sizes,
 )
 from parallel_ops._internal.distributed.groups import group_name
-from parallel_ops.comm import _functions
+from parallel_ops.comm._functions import Collective
 from parallel_ops.comm.consistency import propagate_errors
 
 __all__ = [
@@ -77,7 +77,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None, *, grad_reduce: GradRed
     name = group_name(op, group)
     check_summable(op, x, group)
     fp32 = is_fp32(op, grad_reduce)
-    return x if name is None else _functions.Copy.apply(x, fp32, name, op)
+    return x if name is None else Collective.apply(x, "copy", fp32, name, op)
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, grad_reduce: GradReduce = "fp32") -> Tensor:
@@ -96,7 +96,7 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, grad_reduce: Gra
     with propagate_errors(op, group, x, checked=True):
         check_summable(op, x, group)
         fp32 = is_fp32(op, grad_reduce)
-    return x if name is None else _functions.Reduce.apply(x, fp32, name, op)
+    return x if name is None else Collective.apply(x, "reduce", fp32, name, op)
 
 
 def scatter_to_group(
@@ -116,7 +116,7 @@ def scatter_to_group(
     check_tensor(op, x, group)
     dim = check_dim(op, "dim", dim, x)
     split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
-    return x if name is None else _functions.Scatter.apply(x, dim, split, name, op)
+    return x if name is None else Collective.apply(x, "scatter", dim, split, name, op)
 
 
 def gather_from_group(
@@ -140,7 +140,7 @@ def gather_from_group(
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
-    return x if name is None else _functions.Gather.apply(x, dim, split, name, op)
+    return x if name is None else Collective.apply(x, "gather", dim, split, name, op)
 
 
 def all_gather(
@@ -167,7 +167,7 @@ def all_gather(
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
         fp32 = is_fp32(op, grad_reduce)
-    return x if name is None else _functions.AllGather.apply(x, dim, split, fp32, name, op)
+    return x if name is None else Collective.apply(x, "all_gather", dim, split, fp32, name, op)
 
 
 def reduce_scatter(
@@ -194,7 +194,7 @@ def reduce_scatter(
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
         fp32 = is_fp32(op, grad_reduce)
-    return x if name is None else _functions.ReduceScatter.apply(x, dim, split, fp32, name, op)
+    return x if name is None else Collective.apply(x, "reduce_scatter", dim, split, fp32, name, op)
 
 
 def all_to_all(
@@ -233,4 +233,4 @@ def all_to_all(
             concat = check_sizes(op, "concat_sizes", concat_sizes, group, concat_dim, shard=x)
         else:
             concat = check_receive_sizes(op, "concat_sizes", concat_sizes, group, split)
-    return x if name is None else _functions.AllToAll.apply(x, split_dim, split, concat_dim, concat, name, op)
+    return x if name is None else Collective.apply(x, "all_to_all", split_dim, split, concat_dim, concat, name, op)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_ops._nccl import Communicator, Event, NcclError, is_capturing
 from parallel_ops.comm.errors import PeerError
-from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send
+from parallel_ops.comm.transport.base import Capabilities, Handle, Receive, Send, Transport
 
 # SMs that one operation may take from the matmul beside it, where NCCL's own choice is up to 32 of 132.
 # By calculation, not by measurement: one CTA copies 25 to 30 GB/s, so 16 fill the 450 GB/s of an H100's links.
@@ -52,7 +52,7 @@ class _Batch:
             self._transport.abandoned.append((self._event, self._kept))
 
 
-class NcclTransport(Endpoint):
+class NcclTransport(Transport):
     """This rank's end of a communicator that exists; ``connect`` makes them.
 
     Args:

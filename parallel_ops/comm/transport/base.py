@@ -62,17 +62,11 @@ class Receive:
     peer: int
 
 
-class Transport(Protocol):
-    """One rank's end of a group."""
+class Transport(abc.ABC):
+    """One rank's end of a group. This class checks chunks and has no collectives."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
+    def __init__(self, rank: int, size: int, capabilities: Capabilities) -> None:
+        self.rank, self.size, self.capabilities = rank, size, capabilities
 
     def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         """Starts all transfers as one batch and returns their handles in the same order.
@@ -80,7 +74,12 @@ class Transport(Protocol):
         For every send there must be a receive of the same number of bytes in the corresponding batch of its peer.
         ``op`` is named in errors. Raises ValueError or TypeError for a chunk that cannot be sent, before any is.
         """
-        ...
+        check_chunks(op, chunks, self)
+        return self._start(op, chunks) if chunks else []
+
+    @abc.abstractmethod
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """``post`` of chunks that are right, at least one."""
 
     def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         """Starts one collective: part r of ``received`` is filled with ``sent`` of rank r, the own part too.
@@ -89,7 +88,7 @@ class Transport(Protocol):
         ``post`` is quicker. Their tensors are contiguous; the parts of a tensor are equal pieces of it in rank order.
         Their handles may be waited for more than once.
         """
-        ...
+        return None
 
     def all_to_all(
         self, op: str, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]] | None = None
@@ -99,64 +98,18 @@ class Transport(Protocol):
         Args:
             rows: the rows of each part of ``received`` and of ``sent``, if they are not equal.
         """
-        ...
+        return None
 
     def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         """Starts one collective: ``received`` is filled with the sum of this rank's part of every rank's ``sent``.
 
         Dtype and order of the sum are the backend's.
         """
-        ...
+        return None
 
     def all_reduce(self, op: str, tensor: Tensor) -> Handle | None:
         """Starts one collective: ``tensor`` becomes the sum of those of all ranks, in the backend's dtype and order."""
-        ...
-
-
-class Endpoint(abc.ABC):
-    """Base class of the transports: checks, and no collectives."""
-
-    def __init__(self, rank: int, size: int, capabilities: Capabilities) -> None:
-        self._rank, self._size, self._capabilities = rank, size, capabilities
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
-        """As in Transport."""
-        check_chunks(op, chunks, self)
-        return self._start(op, chunks) if chunks else []
-
-    def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
-        """As in Transport."""
         return None
-
-    def all_to_all(
-        self, op: str, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]] | None = None
-    ) -> Handle | None:
-        """As in Transport."""
-        return None
-
-    def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
-        """As in Transport."""
-        return None
-
-    def all_reduce(self, op: str, tensor: Tensor) -> Handle | None:
-        """As in Transport."""
-        return None
-
-    @abc.abstractmethod
-    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
-        """``post`` of chunks that are right, at least one."""
 
 
 _CHUNKS = (Send, Receive)

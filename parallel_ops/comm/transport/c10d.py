@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
 from parallel_ops._internal.distributed.groups import group_device_types
 from parallel_ops.comm.errors import translate_backend_errors
-from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
+from parallel_ops.comm.transport.base import Capabilities, Handle, Receive, Send, Transport, as_bytes
 
 # Parts of up to so many bytes go in one collective of gloo: in half to two thirds of the time on two processes, where
 # larger ones take up to a fifth longer.
@@ -42,7 +42,7 @@ class _Work:
             self._work.wait()
 
 
-class C10dTransport(Endpoint):
+class C10dTransport(Transport):
     """This rank's end of ``group``, which sends what its backends send: with ``"cpu:gloo,cuda:nccl"`` both kinds."""
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from parallel_ops.comm.errors import PeerError
-from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
+from parallel_ops.comm.transport.base import Capabilities, Handle, Receive, Send, Transport, as_bytes
 
 R = TypeVar("R")
 
@@ -247,7 +247,7 @@ class _LoopbackHandle:
                 transfer.target.copy_(transfer.snapshot())
 
 
-class LoopbackTransport(Endpoint):
+class LoopbackTransport(Transport):
     """One rank's end of a LoopbackGroup."""
 
     def __init__(self, group: LoopbackGroup[Any], rank: int, baton: _Baton, network: _Network) -> None:
