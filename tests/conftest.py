@@ -105,11 +105,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _kernels_are_executed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In tests with the marker, kernels that are launched on CPU tensors have their PTX executed."""
+    """In tests with the marker, ops launch their kernels on CPU tensors, and the kernels' PTX is executed."""
     if not hasattr(request, "param"):
         yield
         return
-    from ptx.execution import executed
+    from ptx.execution import executed, ops_launch_kernels
 
-    with executed(request.param):
+    with ops_launch_kernels(), executed(request.param):
         yield

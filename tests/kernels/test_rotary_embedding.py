@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from parallel_ops import rotary_embedding
 from parallel_ops.ops import rotary_embedding_reference
 from ptx import aot
 from ptx.execution import rerun
-from ptx.kernels import check_compiled, differentiable, meta, poisoned
+from ptx.kernels import check_compiled, meta, poisoned
 from support.numerics import suite
 from support.numerics.rotary import angles
 from support.numerics.suite import DTYPES, randn
@@ -56,22 +57,6 @@ def test_strides_that_take_64_bits():
     rerun(recorded[0], 90, programs=5)  # which raises where an address is not the tensor's
 
 
-def interpreted(interleaved):
-    from parallel_ops.triton_kernels import rotary_embedding as kernels
-
-    def forward(x, cos, sin, positions):
-        y = poisoned(x.shape, x)
-        kernels.rotate(x, None, cos, sin, positions, None, y, None, interleaved=interleaved, inverse=False)
-        return y
-
-    def backward(grad, x, cos, sin, positions):
-        dx = poisoned(x.shape, x)
-        kernels.rotate(grad, None, cos, sin, positions, None, dx, None, interleaved=interleaved, inverse=True)
-        return dx, None, None, None
-
-    return differentiable(forward, backward)
-
-
 @pytest.mark.executed
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
@@ -85,16 +70,16 @@ def interpreted(interleaved):
 def test_interpreted(shape, half, dtype, interleaved):
     x, grad = (randn(*shape, dtype=dtype, seed=i) for i in (0, 1))
     cos_sin = angles(50, half)
-
-    def reference(x, cos, sin, positions):
-        return rotary_embedding_reference(x, cos, sin, positions=positions, interleaved=interleaved)
-
+    op, reference = (
+        lambda x, cos, sin, p, f=f: f(x, cos, sin, positions=p, interleaved=interleaved)
+        for f in (rotary_embedding, rotary_embedding_reference)
+    )
     generator = torch.Generator().manual_seed(0)
     for positions in (None, *(torch.randint(0, 50, s, generator=generator) for s in {shape[:1], shape[:-2]})):
         args = [x, *cos_sin, positions]
-        suite.check_numerics(interpreted(interleaved), reference, args, grad.detach(), slack_ulps=1)
+        suite.check_numerics(op, reference, args, grad.detach(), slack_ulps=1)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-    suite.check_numerics(interpreted(interleaved), reference, [transposed, *cos_sin, None], None, slack_ulps=1)
+    suite.check_numerics(op, reference, [transposed, *cos_sin, None], None, slack_ulps=1)
 
 
 @pytest.mark.executed(smoke=False)
@@ -137,17 +122,13 @@ def test_q_and_k_in_one_launch(dtype, interleaved):
 @pytest.mark.executed
 def test_positions_out_of_range_give_nan_and_read_nothing():
     x, cos_sin = randn(3, 2, 8, dtype=torch.float32).detach(), angles(5, 4)
-    y = interpreted(False)(x, *cos_sin, torch.tensor([1, 5, -1]))
+    y, _ = torch.ops.parallel_ops.rotary_embedding(x, None, *cos_sin, torch.tensor([1, 5, -1]), None, False, False)
     assert y[0].isfinite().all() and y[1:].isnan().all()
 
 
 @pytest.mark.executed(smoke=False)
 def test_any_layout_gives_the_same_bits():
     """In fp32, where the compiler's choice of the product that is not rounded would show."""
-    from parallel_ops import rotary_embedding
-    from ptx.execution import ops_launch_kernels
-
     x, cos_sin = randn(4, 3, 2, 40, dtype=torch.float32), angles(4, 16)
-    with ops_launch_kernels():
-        for interleaved in (False, True):
-            suite.check_layouts(lambda *args, i=interleaved: rotary_embedding(*args, interleaved=i), [x, *cos_sin])
+    for interleaved in (False, True):
+        suite.check_layouts(lambda *args, i=interleaved: rotary_embedding(*args, interleaved=i), [x, *cos_sin])

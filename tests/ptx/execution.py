@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class _Unwritten(TorchDispatchMode):
         schema = func._schema
         if schema.name.split("::")[1] in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
             if isinstance(out, torch.Tensor) and out.device.type == "cpu":
-                self.note(out)
+                self.note(_filled(out))
         else:
             for argument, value in zip(schema.arguments, args, strict=False):
                 if argument.is_write and isinstance(value, torch.Tensor):
@@ -57,13 +57,17 @@ class _Unwritten(TorchDispatchMode):
         return out
 
 
+def _filled(t: torch.Tensor) -> torch.Tensor:
+    """Full of NaN or of large integers, so that an element that no kernel writes is seen."""
+    return t.fill_(torch.nan if t.is_floating_point() else True if t.dtype is torch.bool else torch.iinfo(t.dtype).max)
+
+
 _current: list[_Unwritten] = []
 
 
 def unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An output full of NaN or of large integers, for which to read it before a kernel wrote it is a fault."""
-    fill = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
-    t = torch.full(shape, fill, dtype=dtype)
+    t = _filled(torch.empty(shape, dtype=dtype))
     if _current:
         _current[-1].note(t)
     return t
@@ -112,10 +116,20 @@ def rerun(launch: aot.Launch, capability: int, programs: int) -> Report:
 
 @contextlib.contextmanager
 def ops_launch_kernels() -> Iterator[None]:
-    """The ops of the package launch their Triton kernels on tensors of the CPU, and on tensors without memory."""
+    """The ops of the package launch their Triton kernels on tensors of the CPU, and on tensors without memory.
+
+    Outputs that an op allocates are unwritten as ``unwritten`` has them, in a block of ``executed``.
+    """
     from parallel_ops import ops  # noqa: F401  (registers them)
     from parallel_ops._internal.dispatch.registration import cuda_kernels
     from parallel_ops.triton_kernels import experimental
+
+    def noted(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _current[-1] if _current else contextlib.nullcontext():  # torch leaves a mode while it handles an op
+                return kernel(*args, **kwargs)
+
+        return call
 
     library = torch.library.Library("parallel_ops", "IMPL")
     try:
@@ -123,7 +137,7 @@ def ops_launch_kernels() -> Iterator[None]:
             warnings.simplefilter("ignore")  # that a kernel is replaced
             for name, kernel in cuda_kernels.items():
                 for key in ("CPU", "Meta"):
-                    library.impl(name, kernel, key, allow_override=True)
+                    library.impl(name, noted(kernel), key, allow_override=True)
         with experimental.enabled(*experimental.FEATURES):
             yield
     finally:

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from parallel_ops import bias_swiglu
 from parallel_ops.ops import bias_swiglu_reference
 from ptx import aot
-from ptx.kernels import aot_cases, check_compiled, differentiable, interpreted_cases, meta, poisoned
+from ptx.kernels import aot_cases, check_compiled, interpreted_cases, meta
 from support.numerics import suite
 from support.numerics.suite import randn
 
@@ -57,59 +58,25 @@ def test_grids_of_very_wide_rows_fit_the_device():
         kernels.backward(y, y, y, None, None, y, y, y[0, :0], y[0, :0], activation="silu")
 
 
-def interpreted():
-    from parallel_ops.triton_kernels import activations as kernels
-
-    def halves(x):
-        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-
-    def forward(x, bias):
-        y = poisoned((*x.shape[:-1], x.shape[-1] // 2), x)
-        kernels.forward(*halves(x), bias, None, y, activation="silu")
-        return y
-
-    def backward(grad, x, bias):
-        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x if bias is None else bias)
-        kernels.backward(
-            grad, *halves(x), bias, None, *halves(dx), dbias, x.new_empty(0), activation="silu"
-        )  # fmt: skip
-        return dx, None if bias is None else dbias
-
-    return differentiable(forward, backward)
-
-
 @pytest.mark.executed
 @pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (260, 18), (2, 2060), (0, 4), (5, 2)))
 def test_interpreted(shape, dtype):
     x, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([shape, shape[-1:]]))
     grad = randn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2).detach()
-    suite.check_numerics(interpreted(), bias_swiglu_reference, [x, bias], grad, slack_ulps=2)
-    suite.check_numerics(interpreted(), bias_swiglu_reference, [x, None], grad, slack_ulps=2)
+    suite.check_numerics(bias_swiglu, bias_swiglu_reference, [x, bias], grad, slack_ulps=2)
+    suite.check_numerics(bias_swiglu, bias_swiglu_reference, [x, None], grad, slack_ulps=2)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-    suite.check_numerics(interpreted(), bias_swiglu_reference, [transposed, bias], None, slack_ulps=2)
+    suite.check_numerics(bias_swiglu, bias_swiglu_reference, [transposed, bias], None, slack_ulps=2)
 
 
 @pytest.mark.executed
 @pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (2, 2060), (0, 4)))
 def test_gate_and_up_in_turn(shape, dtype):
-    from parallel_ops.triton_kernels import activations as kernels
-
     options = {"interleaved": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}
-
-    def forward(x, weights):
-        y = poisoned((*x.shape[:-1], x.shape[-1] // 2), x)
-        kernels.forward(x, x, None, weights, y, activation="silu", **options)
-        return y
-
-    def backward(grad, x, weights):
-        dx, dweights, none = poisoned(x.shape, x), poisoned(weights.shape, weights), x.new_empty(0)
-        kernels.backward(grad, x, x, None, weights, dx, dx, none, dweights, activation="silu", **options)
-        return dx, dweights
-
     x, weights = randn(*shape, dtype=dtype), randn(*shape[:-1], dtype=torch.float32, seed=1)
     grad = randn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2).detach()
-    reference = lambda x, w: bias_swiglu_reference(x, weights=w, **options)  # noqa: E731
-    suite.check_numerics(differentiable(forward, backward), reference, [x, weights], grad, slack_ulps=2)
+    op, reference = (lambda x, w, f=f: f(x, weights=w, **options) for f in (bias_swiglu, bias_swiglu_reference))
+    suite.check_numerics(op, reference, [x, weights], grad, slack_ulps=2)
 
 
 @pytest.mark.executed
@@ -117,6 +84,6 @@ def test_special_values():
     """exp(-88) is no normal number, but its product with -88 is one, and that with infinity is not 0 times infinity."""
     values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 88.0, -88.0, 1e-40])
     x = torch.cartesian_prod(values, values).requires_grad_()
-    ours, theirs = (suite.forward_backward(f, [x, None]) for f in (interpreted(), bias_swiglu_reference))
+    ours, theirs = (suite.forward_backward(f, [x, None]) for f in (bias_swiglu, bias_swiglu_reference))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)

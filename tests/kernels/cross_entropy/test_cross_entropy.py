@@ -3,10 +3,12 @@ import functools
 import pytest
 import torch
 
+from parallel_ops import cross_entropy
 from parallel_ops.ops import cross_entropy_reference
-from parallel_ops.ops.cross_entropy.kernels import accumulation_dtype, saved_per_row, statistics_per_row
+from parallel_ops.ops.cross_entropy.kernels import combine, gradient, saved_per_row, statistics, statistics_per_row
+from parallel_ops.ops.cross_entropy.options import LossOptions
 from ptx import aot
-from ptx.kernels import check_compiled, differentiable, meta, poisoned
+from ptx.kernels import check_compiled, differentiable, meta
 from support.numerics import suite
 from support.numerics.suite import DTYPES, randn
 
@@ -48,56 +50,42 @@ def test_compiled_code(dtype, cols, capability):
     check_compiled(recorded, cols, capability)
 
 
-def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
-    from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
-
-    smoothing, weighted = label_smoothing != 0, class_weight is not None
-
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap or 0.0}
+def sharded(shards, class_weight=None, *, label_smoothing=0.0, z_loss=0.0, softcap=None):
+    """The op and its reference; the op's three kernels run on each shard of the vocabulary."""
+    options = LossOptions(label_smoothing, z_loss, softcap or 0.0, -100, False, 0)
 
     def split(logits):
-        return logits.split([3, *[(logits.shape[-1] - 3) // (shards - 1)] * (shards - 1)][:shards], dim=-1)
-
-    def weight_of(start, x):
-        return class_weight[start : start + x.shape[-1]] if weighted else None
+        """(start, logits, class weights) of each shard."""
+        sizes = [3, *[(logits.shape[-1] - 3) // (shards - 1)] * (shards - 1)] if shards > 1 else [logits.shape[-1]]
+        starts = [sum(sizes[:i]) for i in range(shards)]
+        weights = [None] * shards if class_weight is None else class_weight.split(sizes)
+        return list(zip(starts, logits.split(sizes, dim=-1), weights, strict=True))
 
     def run(logits, target):
-        parts, columns, start = [], [], 0
-        shards_of = [logits] if shards == 1 else split(logits)
-        dtype = accumulation_dtype(logits.dtype)
-        for x in shards_of:
-            out = poisoned((statistics_per_row(smoothing, weighted), target.numel()), dtype)
-            column = poisoned((target.numel(),), torch.int64)
-            kernels.statistics(
-                x, target.contiguous(), weight_of(start, x), out, column, start=start, vocab=logits.shape[-1],
-                ignore_index=-100, ignore_out_of_range=False, softcap=softcap or 0.0,
-            )  # fmt: skip
-            start += x.shape[-1]
-            parts.append(out)
-            columns.append(column)
-        loss = poisoned((target.numel(),), dtype)
-        saved = poisoned((saved_per_row(smoothing, weighted), target.numel()), dtype)
-        kernels.combine(torch.stack(parts), columns[0], loss, saved, label_smoothing=label_smoothing, z_loss=z_loss)
-        return loss, saved, columns, shards_of
+        found = [statistics(x, target, w, start, logits.shape[-1], *options) for start, x, w in split(logits)]
+        parts, columns = zip(*found, strict=True)
+        return *combine(torch.stack(parts), columns[0], *options), columns
 
     def forward(logits, target):
         return run(logits, target)[0].view(target.shape)
 
     def backward(grad, logits, target):
-        _, saved, columns, shards_of = run(logits, target)
-        gradients, start = [], 0
-        for x, column in zip(shards_of, columns, strict=True):
-            dx = poisoned(x.shape, x)
-            kernels.backward(grad, x, weight_of(start, x), column, saved, dx, **options)
-            start += x.shape[-1]
-            gradients.append(dx)
-        return torch.cat(gradients, dim=-1), None
+        _, saved, columns = run(logits, target)
+        parts = [
+            gradient(grad, x, w, column, saved, None, options, inplace=False)
+            for (_, x, w), column in zip(split(logits), columns, strict=True)
+        ]
+        return torch.cat(parts, dim=-1), None
 
-    return differentiable(forward, backward)
+    reference = functools.partial(
+        cross_entropy_reference, class_weight=class_weight, reduction="none", label_smoothing=label_smoothing,
+        z_loss=z_loss, softcap=softcap,
+    )  # fmt: skip
+    return differentiable(forward, backward), reference
 
 
 SIZES = [((3, 2, 70), 1), ((9, 9), 3), ((2, 17003), 2)]
-OPTIONS = [(0.0, 0.0, None), (0.1, 0.0, None), (0.0, 0.01, None), (0.2, 0.01, 3.0)]
+OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}, {"label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}]
 
 
 @pytest.mark.executed
@@ -115,16 +103,8 @@ def test_interpreted(shape, shards, options, dtype):
     logits = randn(*shape, dtype=dtype, scale=3)
     target = torch.randint(0, shape[-1], shape[:-1], generator=torch.Generator().manual_seed(0))
     target.flatten()[0] = -100
-    label_smoothing, z_loss, softcap = options
-
-    def reference(logits, target):
-        return cross_entropy_reference(
-            logits, target, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction="none"
-        )
-
-    kernels = interpreted(label_smoothing, z_loss, softcap, shards)
     grad = randn(*shape[:-1], dtype=torch.float32, seed=2).detach()
-    suite.check_numerics(kernels, reference, [logits, target], grad, slack_ulps=2)
+    suite.check_numerics(*sharded(shards, **options), [logits, target], grad, slack_ulps=2)
 
 
 @pytest.mark.executed(smoke=False)
@@ -134,34 +114,23 @@ def test_interpreted_class_weights(dtype):
     logits, weight = randn(7, 43, dtype=dtype, scale=3), torch.rand(43, generator=torch.Generator().manual_seed(1))
     target = torch.arange(7) * 6
     target[2] = -100
-    for label_smoothing, z_loss, softcap in ((0.0, 0.0, None), (0.1, 0.3, 0.7), (0.0, 0.3, 30.1)):
-        reference = functools.partial(
-            cross_entropy_reference, class_weight=weight, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, reduction="none",
-        )  # fmt: skip
-        kernels = interpreted(label_smoothing, z_loss, softcap, 3, weight)
-        # PyTorch's own fp64 is the oracle.
-        slack = 64 if dtype is torch.float64 else 4
-        suite.check_numerics(kernels, reference, [logits, target], slack_ulps=slack)
+    slack = 64 if dtype is torch.float64 else 4  # PyTorch's own fp64 is the oracle
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.3, "softcap": 0.7}, {"z_loss": 0.3, "softcap": 30.1}):
+        suite.check_numerics(*sharded(3, weight, **options), [logits, target], slack_ulps=slack)
 
 
 @pytest.mark.executed(smoke=False)
 def test_interpreted_many_rows():
     logits, target = randn(130, 5, dtype=torch.float32), torch.arange(130) % 5
-    kernels = interpreted(0.1, 0.01, None, 3)
-
-    def reference(logits, target):
-        return cross_entropy_reference(logits, target, label_smoothing=0.1, z_loss=0.01, reduction="none")
-
-    suite.check_numerics(kernels, reference, [logits, target], slack_ulps=2)  # an expanded gradient
+    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+    suite.check_numerics(*sharded(3, **options), [logits, target], slack_ulps=2)  # an expanded gradient
 
 
 @pytest.mark.executed
 def test_interpreted_absent_columns_and_wrong_targets():
     logits = torch.randn(4, 40000).index_fill_(1, torch.arange(16384, 40000), -torch.inf).requires_grad_()
     target = torch.tensor([5, 40000, -100, -1])
-    kernels = interpreted(0.1, 0.0, None, 1)
-    loss = kernels(logits, target)
+    loss = cross_entropy(logits, target, label_smoothing=0.1, reduction="none")
     expected = cross_entropy_reference(logits.detach()[:1, :16384], target[:1], label_smoothing=0.1)
     torch.testing.assert_close(loss[0], expected)
     assert loss[[1, 3]].isnan().all() and loss[2] == 0

@@ -4,7 +4,6 @@ import torch
 from parallel_ops import permute, unpermute
 from parallel_ops.ops import permute_reference, sort_by_expert_reference, unpermute_reference
 from ptx import aot
-from ptx.execution import ops_launch_kernels
 from ptx.kernels import check_compiled, meta
 from support.numerics import suite
 from support.numerics.experts import random_experts
@@ -60,14 +59,11 @@ def test_interpreted(h, k, dtype, capacity, multiple):
     def of_order(f):
         return lambda *args: f(args[0], order, *args[1:])
 
-    with ops_launch_kernels():
-        pairs = [
-            (of_order(f), of_order(g)) for f, g in ((permute, permute_reference), (unpermute, unpermute_reference))
-        ]
-        suite.check_numerics(*pairs[0], [x], y.detach(), slack_ulps=slack)
-        for w in (None, weights):
-            suite.check_numerics(*pairs[1], [y, w], x.detach(), slack_ulps=slack)
-        suite.check_numerics(*pairs[1], [y.detach(), weights], x.detach(), slack_ulps=slack)
+    pairs = [(of_order(f), of_order(g)) for f, g in ((permute, permute_reference), (unpermute, unpermute_reference))]
+    suite.check_numerics(*pairs[0], [x], y.detach(), slack_ulps=slack)
+    for w in (None, weights):
+        suite.check_numerics(*pairs[1], [y, w], x.detach(), slack_ulps=slack)
+    suite.check_numerics(*pairs[1], [y.detach(), weights], x.detach(), slack_ulps=slack)
 
 
 @pytest.mark.executed
@@ -76,9 +72,8 @@ def test_padding_and_dropped_slots():
     order = order_of(20, 2, 3, 1)
     x, weights = randn(20, 40, dtype=torch.float32).detach(), randn(20, 2, dtype=torch.float32).detach()
     weights = weights.masked_fill(order.places < 0, torch.nan)
-    with ops_launch_kernels():
-        y = permute(x, order)
-        z = unpermute(y, order, weights)
+    y = permute(x, order)
+    z = unpermute(y, order, weights)
     assert torch.equal(y, permute_reference(x, order))
     torch.testing.assert_close(z, unpermute_reference(y, order, weights.nan_to_num()))
 
@@ -88,7 +83,6 @@ def test_layouts():
     order = order_of(9, 3, None, 4)
     x, y = (randn(n, 72, dtype=torch.float32) for n in (9, order.rows.shape[0]))
     weights = randn(9, 3, dtype=torch.float32)
-    with ops_launch_kernels():
-        suite.check_layouts(lambda x: permute(x, order), [x])
-        for index in (0, 1):
-            suite.check_layouts(lambda y, w: unpermute(y, order, w), [y, weights], index=index)
+    suite.check_layouts(lambda x: permute(x, order), [x])
+    for index in (0, 1):
+        suite.check_layouts(lambda y, w: unpermute(y, order, w), [y, weights], index=index)

@@ -5,7 +5,6 @@ import torch
 from parallel_ops import route
 from parallel_ops.ops import route_reference
 from ptx import aot
-from ptx.execution import ops_launch_kernels
 from ptx.kernels import check_machine_code, meta
 from ptx.machine import Approximation
 from support.numerics import suite
@@ -81,11 +80,10 @@ def test_interpreted(t, n, k, dtype, options, biased):
 
         return run
 
-    with ops_launch_kernels():
-        ours = route(x.detach(), k, bias=bias, **options)
-        slack = 64 if dtype is torch.float64 else 8  # approximate instructions are off by their worst error
-        grads = [flat[: t * k].view(t, k), flat[t * k : -1], flat[-1]]
-        suite.check_numerics(differentiable(route), differentiable(route_reference), [x], grads, slack_ulps=slack)
+    ours = route(x.detach(), k, bias=bias, **options)
+    slack = 64 if dtype is torch.float64 else 8  # approximate instructions are off by their worst error
+    grads = [flat[: t * k].view(t, k), flat[t * k : -1], flat[-1]]
+    suite.check_numerics(differentiable(route), differentiable(route_reference), [x], grads, slack_ulps=slack)
     theirs = route_reference(x.detach().double(), k, bias=bias, **options)
     assert torch.equal(ours.experts, theirs.experts)
     assert torch.equal(ours.load, theirs.load)
@@ -97,8 +95,7 @@ def test_score_sums_where_divisions_are_off_by_their_worst(score, monkeypatch):
     """All in one direction, as the same divisor gives in every row: within twice the error of PyTorch's."""
     monkeypatch.setattr(Approximation, "off", lambda self, x, **error: _upwards(x, **error))
     x = randn(64, 16, dtype=torch.float32).detach().sort(dim=1).values
-    with ops_launch_kernels():
-        ours = route(x, 2, score=score).score_sums
+    ours = route(x, 2, score=score).score_sums
     exact = route_reference(x.double(), 2, score=score).score_sums
     theirs = route_reference(x, 2, score=score).score_sums
     error, allowed = ((t.double() - exact).abs().max().item() for t in (ours, theirs))
@@ -120,8 +117,7 @@ def test_ties_nan_and_infinity():
     rows[5] = 0.0
     for options in ({}, {"score": "sigmoid", "groups": 4, "top_groups": 2}):
         for x in rows[1:, None]:  # one by one: NaNs of several origins have other bits in other threads here
-            with ops_launch_kernels():
-                ours = route(x, 6, **options)
+            ours = route(x, 6, **options)
             theirs = route_reference(x, 6, **options)
             torch.testing.assert_close(tuple(ours), tuple(theirs), equal_nan=True, rtol=1e-5, atol=0)
 
@@ -147,8 +143,7 @@ def test_equal_logits_go_by_index(n, k, options):
     x = torch.randint(-2, 3, (21, n), generator=generator).float()
     x[0], x[1, ::2] = 1.0, torch.nan
     bias = 8.0 * torch.randint(-1, 2, (n,), generator=generator) if n % 4 else None
-    with ops_launch_kernels():
-        ours = route(x, k, bias=bias, **options)
+    ours = route(x, k, bias=bias, **options)
     theirs = route_reference(x, k, bias=bias, **options)
     assert torch.equal(ours.experts, theirs.experts)
     assert torch.equal(ours.load, theirs.load)
@@ -159,10 +154,9 @@ def test_equal_logits_go_by_index(n, k, options):
 def test_strides():
     x = spread_logits(30, 40, dtype=torch.float32)
     grad = randn(30, 5, dtype=torch.float32).detach()
-    with ops_launch_kernels():
-        expected = suite.forward_backward(lambda x: route(x, 5).weights, [x], grad)
-        for layout in suite.layouts(x).values():
-            for g in suite.layouts(grad).values():
-                got = suite.forward_backward(lambda x: route(x, 5).weights, [layout], g)
-                # Rows that begin at no multiple of 16 bytes are held by other threads, and summed in another order.
-                torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    expected = suite.forward_backward(lambda x: route(x, 5).weights, [x], grad)
+    for layout in suite.layouts(x).values():
+        for g in suite.layouts(grad).values():
+            got = suite.forward_backward(lambda x: route(x, 5).weights, [layout], g)
+            # Rows that begin at no multiple of 16 bytes are held by other threads, and summed in another order.
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

@@ -3,11 +3,12 @@ import math
 import pytest
 import torch
 
+from parallel_ops import layer_norm
 from parallel_ops.ops import layer_norm_reference
 from ptx import aot
-from ptx.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
+from ptx.kernels import check_compiled, check_machine_code, meta, poisoned
 from support.numerics import suite
-from support.numerics.norms import aot_cases, grads, statistics_dtype, stream, with_residual
+from support.numerics.norms import aot_cases, check_kernels, grads, stream, with_residual
 from support.numerics.suite import DTYPES, randn
 
 
@@ -36,33 +37,9 @@ def test_compiled_code_of_long_rows_elsewhere(capability):
         check_machine_code(launch, capability)
 
 
-def interpreted(zero_centered):
-    from parallel_ops.triton_kernels.norms import layer_norm as kernels
-
-    def forward(x, residual, weight, bias):
-        y, total = poisoned(x.shape, x), poisoned((0,), x) if residual is None else poisoned(x.shape, residual)
-        forward.statistics = poisoned((2, x.shape[:-1].numel()), statistics_dtype(x))
-        kernels.forward(x, weight, bias, residual, y, total, *forward.statistics, eps=1e-5, zero_centered=zero_centered)
-        forward.normalised = x if residual is None else total
-        return y if residual is None else (y, total)
-
-    def backward(*args):
-        *incoming, x, residual, weight, bias = args
-        grad, grad_sum = incoming if residual is not None else (*incoming, None)
-        wide = forward.normalised
-        dx, narrow_dx = poisoned(x.shape, wide), None if wide.dtype == x.dtype else poisoned(x.shape, x)
-        sums = [None if p is None else poisoned(p.shape, p) for p in (weight, bias)]
-        kernels.backward(
-            grad, grad_sum, wide, weight, *forward.statistics, dx, narrow_dx, *sums, zero_centered=zero_centered
-        )
-        return dx if narrow_dx is None else narrow_dx, None if residual is None else dx, *sums
-
-    return differentiable(forward, backward)
-
-
 def check(args, g, zero_centered):
-    reference = with_residual(layer_norm_reference, zero_centered=zero_centered)
-    suite.check_numerics(interpreted(zero_centered), reference, args, g, slack_ulps=2)
+    op, reference = (with_residual(f, zero_centered=zero_centered) for f in (layer_norm, layer_norm_reference))
+    suite.check_numerics(op, reference, args, g, slack_ulps=2)
 
 
 @pytest.mark.executed
@@ -79,17 +56,7 @@ def check(args, g, zero_centered):
     ids=str,
 )
 def test_interpreted(shape, dtype):
-    x, r = (stream(*shape, dtype=dtype, seed=i) for i in (0, 1))
-    w, b = (randn(shape[-1], dtype=dtype, seed=i) for i in (2, 3))
-    g = grads(*shape, dtype=dtype, seed=4)
-    check([x, r, w, b], g, zero_centered=True)
-    check([x, None, w, None], g[:1], zero_centered=False)
-    if dtype.itemsize == 2:  # float32 parameters and residual stream beside 16-bit activations
-        wide = [t.detach().float().requires_grad_() for t in (r, w, b)]
-        check([x, *wide], [g[0], g[1].float()], zero_centered=False)
-        check([x, None, None, None], g[:1], zero_centered=False)
-    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-    check([transposed, r, w, b], None, zero_centered=False)
+    check_kernels(layer_norm, layer_norm_reference, shape, dtype)
 
 
 @pytest.mark.executed(smoke=False)

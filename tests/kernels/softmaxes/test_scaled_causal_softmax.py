@@ -4,12 +4,12 @@ import itertools
 import pytest
 import torch
 
+from parallel_ops import scaled_causal_softmax
 from parallel_ops.ops import scaled_causal_softmax_reference
-from parallel_ops.ops.softmaxes.shared import sink_gradient
 from ptx import aot
-from ptx.kernels import check_compiled, differentiable, meta, poisoned
+from ptx.kernels import check_compiled, meta
 from support.numerics import suite
-from support.numerics.softmax import check_numerics, compiled_cases, row_values, walks
+from support.numerics.softmax import check_numerics, compiled_cases, walks
 from support.numerics.suite import randn
 
 ACC = torch.float32
@@ -45,23 +45,9 @@ def test_a_window_of_any_size_compiles_well():
         check_compiled(recorded, 4096, 90)
 
 
-def interpreted(scale, window):
-    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
-
-    outputs = []
-
-    def forward(x, sink=None):
-        y, share = poisoned(x.shape, x), row_values(x)
-        kernels.forward(x, sink, y, share, scale=scale, window=window)
-        outputs.append((y.detach(), None if sink is None else share))
-        return y
-
-    def backward(grad, x, sink=None):
-        (y, share), dx, by_row = outputs[-1], poisoned(x.shape, x), row_values(x)
-        kernels.backward(grad, y, share, dx, by_row, scale=scale, window=window)
-        return (dx,) if sink is None else (dx, sink_gradient(by_row, y, sink.numel()))
-
-    return differentiable(forward, backward)
+def both(scale=1.0, window=None):
+    functions = scaled_causal_softmax, scaled_causal_softmax_reference
+    return [functools.partial(f, scale=scale, window=window) for f in functions]
 
 
 def small_blocks(monkeypatch):
@@ -88,10 +74,9 @@ SHAPES = [(2, 3, 5, 70), (3, 1030), (1, 9), (2, 1, 1), (2, 0, 4)]
 )
 def test_interpreted(shape, dtype, window):
     x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2).detach()
-    reference = functools.partial(scaled_causal_softmax_reference, scale=-0.5, window=window)
-    check_numerics(interpreted(-0.5, window), reference, [x], grad, -0.5)
+    check_numerics(*both(-0.5, window), [x], grad, -0.5)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-    check_numerics(interpreted(-0.5, window), reference, [transposed], grad, -0.5)
+    check_numerics(*both(-0.5, window), [transposed], grad, -0.5)
 
 
 @pytest.mark.executed
@@ -100,9 +85,8 @@ def test_interpreted_rows_too_long_for_one_block(monkeypatch, window):
     small_blocks(monkeypatch)
     x, grad = randn(2, 5, 150, dtype=torch.float32, scale=3), randn(2, 5, 150, dtype=torch.float32, seed=2).detach()
     x_square, grad_square = (randn(70, 70, dtype=torch.float32, scale=3, seed=i) for i in (0, 2))
-    reference = functools.partial(scaled_causal_softmax_reference, scale=0.5, window=window)
-    check_numerics(interpreted(0.5, window), reference, [x], grad, 0.5)
-    check_numerics(interpreted(0.5, window), reference, [x_square], grad_square.detach(), 0.5)
+    check_numerics(*both(0.5, window), [x], grad, 0.5)
+    check_numerics(*both(0.5, window), [x_square], grad_square.detach(), 0.5)
 
 
 @pytest.mark.executed
@@ -111,11 +95,11 @@ def test_interpreted_rows_too_long_for_one_block(monkeypatch, window):
 def test_interpreted_ignores_what_a_query_does_not_see(monkeypatch, cols, window):
     small_blocks(monkeypatch)
     x, grad = (randn(7, cols, dtype=torch.float32, seed=i).detach() for i in (0, 1))
-    reference = functools.partial(scaled_causal_softmax_reference, window=window)
+    op, reference = both(window=window)
     seen = reference(torch.zeros_like(x)) > 0
     expected = suite.forward_backward(reference, [x.requires_grad_()], grad)
     args = [x.detach().masked_fill(~seen, torch.nan).requires_grad_()]
-    got = suite.forward_backward(interpreted(1.0, window), args, grad.masked_fill(~seen, torch.inf))
+    got = suite.forward_backward(op, args, grad.masked_fill(~seen, torch.inf))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -126,9 +110,9 @@ def test_interpreted_ignores_what_a_query_does_not_see(monkeypatch, cols, window
 )
 def test_interpreted_sink(monkeypatch, shape, dtype):
     """In one chunk, in chunks that some rows do not see, and by two walks."""
-    reference = lambda x, sink: scaled_causal_softmax_reference(x, 0.5, window=40, sink=sink)  # noqa: E731
+    op, reference = (lambda x, sink, f=f: f(x, sink=sink) for f in both(0.5, 40))
     x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2).detach()
     sink = randn(shape[1], dtype=torch.float32, seed=3)
-    check_numerics(interpreted(0.5, 40), reference, [x, sink], grad, 0.5)
+    check_numerics(op, reference, [x, sink], grad, 0.5)
     small_blocks(monkeypatch)
-    check_numerics(interpreted(0.5, 40), reference, [x, sink], grad, 0.5)
+    check_numerics(op, reference, [x, sink], grad, 0.5)

@@ -4,12 +4,12 @@ import functools
 import pytest
 import torch
 
+from parallel_ops import scaled_masked_softmax
 from parallel_ops.ops import scaled_masked_softmax_reference
-from parallel_ops.ops.softmaxes.shared import sink_gradient
 from ptx import aot
 from ptx.execution import rerun
-from ptx.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
-from support.numerics.softmax import check_numerics, compiled_cases, row_values, walks
+from ptx.kernels import check_compiled, check_machine_code, meta
+from support.numerics.softmax import check_numerics, compiled_cases, walks
 from support.numerics.suite import DTYPES, randn
 
 ACC = torch.float32
@@ -53,23 +53,8 @@ def test_a_spilling_kernel_would_be_seen():
     assert code.spills and code.spill_instructions
 
 
-def interpreted(scale):
-    from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
-
-    outputs = []
-
-    def forward(x, mask, sink=None):
-        y, share = poisoned(x.shape, x), row_values(x)
-        kernels.forward(x, mask, sink, y, share, scale=scale)
-        outputs.append((y.detach(), None if sink is None else share))
-        return y
-
-    def backward(grad, x, mask, sink=None):
-        (y, share), dx, by_row = outputs[-1], poisoned(x.shape, x), row_values(x)
-        kernels.backward(grad, y, share, dx, by_row, scale=scale)
-        return (dx, None) if sink is None else (dx, None, sink_gradient(by_row, y, sink.numel()))
-
-    return differentiable(forward, backward)
+def both(scale=1.0):
+    return [functools.partial(f, scale=scale) for f in (scaled_masked_softmax, scaled_masked_softmax_reference)]
 
 
 def masks(x):
@@ -96,11 +81,10 @@ def masks(x):
 )
 def test_interpreted(shape, dtype):
     x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2).detach()
-    reference = functools.partial(scaled_masked_softmax_reference, scale=-0.5)
     for mask in masks(x):
-        check_numerics(interpreted(-0.5), reference, [x, mask], grad, -0.5)
+        check_numerics(*both(-0.5), [x, mask], grad, -0.5)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-    check_numerics(interpreted(-0.5), reference, [transposed, None], grad, -0.5)
+    check_numerics(*both(-0.5), [transposed, None], grad, -0.5)
 
 
 @pytest.mark.executed
@@ -110,9 +94,8 @@ def test_interpreted_rows_too_long_for_one_block(monkeypatch):
     monkeypatch.setattr(_softmax, "MAX_ROW", 64 * 4)
     monkeypatch.setattr(_softmax, "LOOP_BLOCK", 32)
     x, grad = randn(2, 2, 2, 150, dtype=torch.float32, scale=3), randn(2, 2, 2, 150, dtype=torch.float32, seed=2)
-    reference = functools.partial(scaled_masked_softmax_reference, scale=0.5)
     for mask in masks(x):
-        check_numerics(interpreted(0.5), reference, [x, mask], grad.detach(), 0.5)
+        check_numerics(*both(0.5), [x, mask], grad.detach(), 0.5)
 
 
 @pytest.mark.executed(smoke=False)
@@ -120,7 +103,7 @@ def test_interpreted_masks_broadcast_in_turns():
     x, grad = randn(2, 3, 2, 3, 2, 5, dtype=torch.float32), randn(2, 3, 2, 3, 2, 5, dtype=torch.float32, seed=2)
     for shape in [(2, 1, 2, 1, 2, 5), (3, 1, 3, 1, 5), (2, 1), (5,), ()]:
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
-        check_numerics(interpreted(1.0), scaled_masked_softmax_reference, [x, mask], grad.detach(), 1.0)
+        check_numerics(*both(), [x, mask], grad.detach(), 1.0)
 
 
 @pytest.mark.executed
@@ -137,7 +120,7 @@ def test_interpreted_special_values(monkeypatch, limit):
     x[2, 3] = torch.inf
     x[3, :60] = -torch.inf
     for mask in (hidden, torch.where(hidden, -torch.inf, 0.0)):
-        y = interpreted(1.0)(x, mask)
+        y = scaled_masked_softmax(x, mask)
         assert not y[:, 60:].any()
         assert y[1:3, :60].isnan().all() and not y[3].any()
         torch.testing.assert_close(y[[0, 4], :60], x[[0, 4], :60].softmax(-1))
@@ -153,11 +136,11 @@ def test_interpreted_sink(monkeypatch, shape, dtype, limit):
     from parallel_ops.triton_kernels.softmaxes import launchers as _softmax
 
     monkeypatch.setattr(_softmax, "MAX_ROW", limit)
-    reference = lambda x, mask, sink: scaled_masked_softmax_reference(x, mask, 0.5, sink=sink)  # noqa: E731
+    op, reference = (lambda x, mask, sink, f=f: f(x, mask, sink=sink) for f in both(0.5))
     x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2)
     hidden = torch.rand(shape[0], 1, *shape[2:], generator=torch.Generator().manual_seed(5)) < 0.4
     for sink in (randn(3, dtype=dtype, seed=3), randn(1, dtype=dtype)):
-        check_numerics(interpreted(0.5), reference, [x, hidden, sink], grad.detach(), 0.5)
+        check_numerics(op, reference, [x, hidden, sink], grad.detach(), 0.5)
 
 
 @pytest.mark.aot
@@ -176,5 +159,4 @@ def test_interpreted_gradient_with_a_large_mean():
     """The saved bf16 output sums to one to three digits only; that must not be multiplied by the gradient's mean."""
     x = randn(8, 1000, dtype=torch.bfloat16)
     grad = (100 + randn(8, 1000, dtype=torch.float32, seed=1).detach()).bfloat16()
-    reference = functools.partial(scaled_masked_softmax_reference, scale=1.0)
-    check_numerics(interpreted(1.0), reference, [x, None], grad, 1.0, gradient_unit=1.0)
+    check_numerics(*both(), [x, None], grad, 1.0, gradient_unit=1.0)

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from ptx import aot
-from ptx.kernels import poisoned
 from support.numerics import suite
-
-
-def row_values(x: Tensor) -> Tensor:
-    """What the kernels write by row."""
-    return poisoned((x.shape[:-1].numel(),), torch.promote_types(x.dtype, torch.float32))
 
 
 def check_numerics(
