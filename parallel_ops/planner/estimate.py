@@ -50,7 +50,7 @@ def estimate(
     tokens = plan.global_batch * model.seq_length
     model_flops = 3.0 * tokens * model.forward_flops
     if model.lora_rank:  # no gradients of frozen weights
-        model_flops -= tokens * (model.forward_flops - model.num_layers * model.attention_flops)
+        model_flops -= tokens * (model.forward_flops - model.all_attention_flops)
     hardware_flops = model_flops + tokens * recomputed_flops(model, plan)
     stage_ranks = plan.gpus / plan.pp
     peak = sum(gpu.peak(plan.dtype) for gpu in step.gpus) * stage_ranks
@@ -103,12 +103,12 @@ def recomputed_flops(model: Model, plan: Plan) -> float:
     if plan.recompute == "full":
         return share * (model.forward_flops - model.head_flops)
     if plan.recompute == "operators":
-        return share * (model.forward_flops - model.head_flops - model.num_layers * model.attention_flops) / 2
+        return share * (model.forward_flops - model.head_flops - model.all_attention_flops) / 2
     modules, flops = recomputed(plan.recompute, plan.flash_attention), 0.0
     if "core_attn" in modules:
-        flops += model.num_layers * model.attention_flops
+        flops += model.all_attention_flops
     flops += 2 * model.num_layers * model.latent_weights if modules >= {"mla_up_proj"} else 0.0
-    flops += 2 * (model.num_layers - model.sparse_layers) * model.mlp_weights if "mlp" in modules else 0.0
+    flops += 2 * model.mlp_layers * model.mlp_weights if "mlp" in modules else 0.0
     routed = model.experts_per_token * bool(modules & {"moe", "experts"})
     routed += model.shared_experts * bool(modules & {"moe", "shared_experts"})
     return share * (flops + 2 * model.sparse_layers * routed * model.expert_weights)

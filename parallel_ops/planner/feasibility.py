@@ -144,6 +144,12 @@ def _sizes(
     for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
         if getattr(model, name) % tp:
             yield Problem("tp does not divide", f"TP {tp} does not divide {name} ({getattr(model, name)})")
+    if model.recurrent and model.recurrent.groups % (tp * cp):
+        ranks = f"TP * CP ({tp * cp})" if cp > 1 else f"TP {tp}"
+        yield Problem("tp does not divide", f"{ranks} does not divide recurrent.groups ({model.recurrent.groups})")
+    if model.compressed and model.compressed.output_groups % tp:
+        groups = model.compressed.output_groups
+        yield Problem("tp does not divide", f"TP {tp} does not divide compressed.output_groups ({groups})")
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
         yield Problem("tp does not divide", f"TP {tp} does not divide num_kv_heads ({model.num_kv_heads})")
     if sequence_parallel and tp == 1:
@@ -220,6 +226,8 @@ def _other_batches(plan: Plan) -> str:
 
 
 def _context(model: Model, plan: Plan) -> Iterator[Problem]:
+    if model.compressed:
+        yield Problem("compressed attention with cp", "entries of compressed attention are not split over CP here")
     if model.seq_length % (2 * plan.cp):
         yield Problem(
             "sequence does not divide",

@@ -45,7 +45,7 @@ def rank_passes(
     return RankPassTimes(slowest, found[kind_of[slowest]], busy, sum(totals) / layout.pp)
 
 
-Kind = tuple[tuple[int, int], tuple[bool, bool], GPU]
+Kind = tuple[tuple[int, ...], tuple[bool, bool], GPU]
 
 
 @lru_cache(maxsize=65536)
@@ -67,21 +67,21 @@ def chunk_costs(
     gpu: GPU,
     constants: Efficiency,
     work: Work,
-    layers: tuple[int, int],
+    layers: tuple[int, ...],
     ends: tuple[bool, bool],
     paired: bool,
 ) -> tuple[PassTimes, PassTimes]:
     """Compute and exposed communication of one chunk of layers, per micro-batch.
 
     Args:
-        layers: numbers of dense and of sparse layers.
+        layers: numbers of layers of each of ``Model.kinds``.
         ends: whether the chunk has the input embedding, and whether it has the output embedding and the loss.
         paired: see ``layer_costs``.
     """
     compute = waits = PassTimes(0.0, 0.0, 0.0)
-    for count, sparse in zip(layers, (False, True), strict=True):
+    for count, (shape, sparse) in zip(layers, model.kinds, strict=True):
         if count:
-            layer, exposed = layer_costs(model, cluster, gpu, constants, work, sparse, paired)
+            layer, exposed = layer_costs(shape, cluster, gpu, constants, work, sparse, paired)
             compute, waits = compute + layer.times(count), waits + exposed.times(count)
     first, last = ends
     if first:
@@ -124,7 +124,12 @@ def layer_costs(
 def softmax_falls_back(model: Model, work: Work) -> bool:
     """Whether Megatron-LM's fused softmax refuses a layer and several kernels replace it: it takes sequences and heads
     by fours (megatron/core/fusions/fused_softmax.py, ``is_kernel_available``)."""
-    return not work.flash_attention and work.fused_ops and work.micro_batch * model.num_heads // work.tp % 4 != 0
+    return (
+        model.scored
+        and not work.flash_attention
+        and work.fused_ops
+        and work.micro_batch * model.num_heads // work.tp % 4 != 0
+    )
 
 
 def _less(exposed: PassTimes, beside_products: PassTimes, compute: PassTimes, share: float) -> PassTimes:

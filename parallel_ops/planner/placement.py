@@ -4,6 +4,7 @@ Ranks are numbered as in Megatron-LM: the tensor-parallel rank varies fastest, t
 that spans more ranks than a node has uses the network between nodes (``communication/network.py``).
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,11 +69,15 @@ def stage_layout(plan: Plan) -> StageLayout:
 
 
 @lru_cache(maxsize=65536)
-def layer_counts(model: Model, layout: StageLayout) -> tuple[tuple[int, int], ...]:
-    """Numbers of dense and of sparse layers on each pipeline rank."""
-    stages = stage_layers(model.num_layers, *layout)
-    sparse = [sum(map(model.is_sparse, stage)) for stage in stages]
-    return tuple((len(stage) - count, count) for stage, count in zip(stages, sparse, strict=True))
+def layer_counts(model: Model, layout: StageLayout) -> tuple[tuple[int, ...], ...]:
+    """Numbers of layers of each of ``Model.kinds`` on each pipeline rank."""
+    return tuple(kind_counts(model, stage) for stage in stage_layers(model.num_layers, *layout))
+
+
+def kind_counts(model: Model, layers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of layers of each of ``Model.kinds`` among these indices of layers."""
+    found = [model.kind_of[layer] for layer in layers]
+    return tuple(found.count(kind) for kind in range(len(model.kinds)))
 
 
 def chunk_layers(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:

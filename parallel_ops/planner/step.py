@@ -26,6 +26,7 @@ from parallel_ops.planner.placement import (
     expert_replicas,
     group_size,
     head_rank,
+    kind_counts,
     layer_counts,
     stage_layout,
 )
@@ -87,8 +88,7 @@ class StepTime:
         passes = []
         for chunk, layers in enumerate(chunks):
             rank = chunk_rank(chunk, plan.pp, plan.schedule in V_SHAPED)
-            sparse = sum(map(self.model.is_sparse, layers))
-            kinds, ends = (len(layers) - sparse, sparse), (chunk == 0, chunk == len(chunks) - 1)
+            kinds, ends = kind_counts(self.model, layers), (chunk == 0, chunk == len(chunks) - 1)
             given = self.model, self.cluster, self.gpus[rank], self.constants, self.work
             compute, waits = chunk_costs(*given, kinds, ends, self.paired)
             passes.append(compute + waits)
@@ -170,12 +170,11 @@ class StepTime:
         """All communication of the slowest stage in one step."""
         given = self.model, self.cluster, self.work, self.constants
         layers = layer_counts(self.model, self.layout)[self.slowest]
-        of_layer = self.model, self.cluster, self.gpus[self.slowest], self.constants, self.work
-        parts = [
-            (layer_traffic(*given, kind), layer_costs(*of_layer, kind, self.paired)[1].total, count)
-            for count, kind in zip(layers, (False, True), strict=True)
-            if count
-        ]
+        parts = []
+        for count, (shape, sparse) in zip(layers, self.model.kinds, strict=True):
+            of_layer = shape, self.cluster, self.gpus[self.slowest], self.constants, self.work, sparse, self.paired
+            if count:
+                parts.append((layer_traffic(shape, *given[1:], sparse), layer_costs(*of_layer)[1].total, count))
         for last, here in ((False, self.slowest == 0), (True, self.slowest == head_rank(self.layout))):
             found = end_traffic(*given, last=last)
             parts.append((found, found.exposed.total, int(here)))

@@ -31,7 +31,7 @@ LLAMA = presets.model("llama3-8b")
     ],
 )
 def test_a_gpt_layer_keeps_what_the_paper_says(plan, expected):
-    kept = layer_activations(GPT3, replace(plan, flash_attention=False), sparse=False) * GPT3.seq_length
+    kept = layer_activations(GPT3, replace(plan, flash_attention=False), plan.recompute)[0] * GPT3.seq_length
     assert kept == pytest.approx(expected(GPT3.seq_length, GPT3.hidden_size, GPT3.num_heads, 4), rel=1e-12)
 
 
@@ -74,23 +74,23 @@ def test_zero_2_adds_up_whole_gradients_over_the_micro_batches_of_a_pipeline():
 
 
 def test_fp8_products_keep_16_bit_activations():
-    kept = [layer_activations(LLAMA, Plan(dtype=dtype), sparse=False) for dtype in ("bf16", "fp8")]
+    kept = [layer_activations(LLAMA, Plan(dtype=dtype), "none") for dtype in ("bf16", "fp8")]
     assert kept[0] == kept[1]
 
 
 def test_recomputing_every_second_product_keeps_what_torchtitan_keeps():
     """Input, Q, V, attention and its logsumexp, gate and down projection."""
     h, kv = LLAMA.hidden_size, LLAMA.num_kv_heads * LLAMA.head_dim
-    kept = layer_activations(LLAMA, Plan(recompute="operators"), sparse=False)
+    (kept,) = layer_activations(LLAMA, Plan(), "operators")
     assert kept == 2 * (h + h + kv + h + LLAMA.ffn_hidden_size + h) + 4 * LLAMA.num_heads
 
 
 def test_recomputed_experts_keep_the_rows_that_they_get():
     mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
-    none, experts = (layer_activations(mixtral, Plan(recompute=kind), sparse=True) for kind in ("none", "experts"))
+    mixtral = replace(mixtral, dense_layers=1)
+    (dense, none), (same, experts) = (layer_activations(mixtral, Plan(), kind) for kind in ("none", "experts"))
     assert none - experts == 2 * 3 * mixtral.expert_ffn * mixtral.experts_per_token
-    dense = [layer_activations(mixtral, Plan(recompute=kind), sparse=False) for kind in ("none", "experts")]
-    assert dense[0] == dense[1]
+    assert dense == same
 
 
 def test_the_stages_together_hold_the_model():
@@ -124,7 +124,7 @@ def test_the_ends_of_a_gpt_keep_what_the_paper_says(sequence_parallel):
     plan = Plan(tp=4, sequence_parallel=sequence_parallel, flash_attention=False)
     stage = memory(GPT3, plan)[0]
     sbh, t = GPT3.seq_length * GPT3.hidden_size, 4 if sequence_parallel else 1
-    layers = GPT3.num_layers * layer_activations(GPT3, plan, sparse=False) * GPT3.seq_length
+    layers = GPT3.num_layers * layer_activations(GPT3, plan, plan.recompute)[0] * GPT3.seq_length
     # One layer at work needs less than the logits, whose place it takes.
     assert stage.activations - layers == pytest.approx(sbh / 4 + 4 * sbh / t)
     # 16-bit logits, and in fp32 their copy, shifted, their log-softmax and its gradient.

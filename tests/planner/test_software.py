@@ -241,8 +241,9 @@ def test_dispatchers_and_graphs_of_attention_save_what_they_replace():
 def test_windows_leave_scores_out_and_heads_of_64_wait_for_exponentials():
     model, node = presets.model("gpt-oss-120b"), presets.cluster("b200x8")
     whole = replace(model, window=0)
-    assert model.attended(4096) == pytest.approx(0.5 + 0.5 * 2 * 128 * (4096 - 64) / 4096**2)
-    assert model.attended(64) == whole.attended(4096) == 1
+    (near, _), (all_keys, _) = model.kinds
+    assert model.kind_counts == (18, 18) and near.attended(4096) == pytest.approx(2 * 128 * (4096 - 64) / 4096**2)
+    assert near.attended(64) == all_keys.attended(4096) == whole.attended(4096) == 1
     plan = work_of(Plan(dp=8, global_batch=8))
     for gpu, slower in (("b200x8", 1.5), ("h100x8", 1.0)):
         node = presets.cluster(gpu)

@@ -3,19 +3,22 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from parallel_ops.planner.cli.huggingface_hybrids import LAYERS, hybrid, kinds_of
 from parallel_ops.planner.model import LatentAttention, Model
+from parallel_ops.planner.model.mixers import ATTENTION
 
 # Families whose fields mean what ``model_of`` takes them for. Others are read likewise, and said to be assumed.
 FAMILIES = {
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
     "olmo2", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4", "glm4_moe", "granite", "minimax_m2",
-    "starcoder2", "cohere2", "gpt2", "gpt_neox", "falcon",
+    "starcoder2", "cohere2", "gpt2", "gpt_neox", "falcon", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "nemotron_h", "deepseek_v4",
 }  # fmt: skip
 # Families whose linears have biases, and whose queries, keys and values alone do.
 _BIASED, _QKV_BIASED = frozenset(["gpt2", "gpt_neox", "starcoder2"]), frozenset(["qwen2", "qwen2_moe", "glm4_moe"])
-_PLAIN_MLP = frozenset(["gpt2", "gpt_neox", "falcon", "starcoder2"])
-# Layers that are no attention over all keys or over a window, which the planner has no times for.
-_OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid_override_pattern", "index_topk", "ssm")
+_PLAIN_MLP = frozenset(["gpt2", "gpt_neox", "falcon", "starcoder2", "nemotron_h"])
+# Fields of families with layers of other kinds, which the planner has no times for.
+_OTHER_LAYERS = ("linear_attn", "mamba", "recurrent", "conv", "hybrid_override_pattern", "index_topk", "ssm")
 
 
 def is_config(data: Mapping[str, Any]) -> bool:
@@ -36,9 +39,14 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     """
     text: Mapping[str, Any] = data.get("text_config") or data
     family = str(text.get("model_type") or data.get("model_type") or "")
-    other = sorted({kind for kind in _OTHER_LAYERS if any(kind in str(part) for part in _kinds(text))})
-    if other:
-        raise ValueError(f"{name}: the planner has no times for layers of the kind {', '.join(other)}")
+    try:
+        own = hybrid(text, family)
+    except KeyError as error:
+        raise ValueError(f"{name}: no {error.args[0]}, or a value of it that the planner has no times for") from None
+    other = {kind for kind in text.get("layer_types") or () if LAYERS.get(kind) not in ATTENTION}
+    other |= {kind for kind in _OTHER_LAYERS if any(kind in field for field in text)}
+    if other and own is None:
+        raise ValueError(f"{name}: the planner has no times for layers of the kind {', '.join(sorted(other))}")
 
     def size(*names: str) -> int:
         found = [text[each] for each in names if isinstance(text.get(each), int) and not isinstance(text[each], bool)]
@@ -53,7 +61,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     longest = optional(4096, "max_position_embeddings", "n_positions", "n_ctx")
     experts = optional(0, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     ffn = optional(4 * hidden, "intermediate_size", "n_inner", "ffn_hidden_size")
-    layers = size("num_hidden_layers", "n_layer", "num_layers")
+    layers = (own or {}).get("num_layers") or size("num_hidden_layers", "n_layer", "num_layers")
     assumed = [] if family in FAMILIES else list(_assumptions(text, family, experts))
     if sequence is None:
         assumed.append(f"sequences of {min(4096, longest):,} tokens (--seq)")
@@ -75,14 +83,17 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
         "tied_embeddings": bool(text.get("tie_word_embeddings", family in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
         "dropout": False,
         "window": _window(text),
-        "full_every": _full_every(text, layers),
+        "layers": kinds_of(text, layers),
     }
-    if fields["window"] == 0 or fields["window"] >= fields["seq_length"]:
-        fields |= {"window": 0, "full_every": 0}
+    if own is not None:
+        fields |= own
+    elif fields["window"] == 0 or fields["window"] >= fields["seq_length"]:
+        fields |= {"window": 0, "layers": ()}
     if experts:
         expert = optional(ffn, "moe_intermediate_size", "expert_intermediate_size")
         shared = optional(0, "n_shared_experts", "num_shared_experts")
-        shared = shared or round(optional(0, "shared_expert_intermediate_size") / expert)
+        width = optional(0, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        shared = round(width / expert) or shared
         fields |= {
             "experts": experts,
             "experts_per_token": size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k"),
@@ -101,11 +112,6 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     return Model(name=name, **fields), tuple(assumed)
 
 
-def _kinds(text: Mapping[str, Any]) -> Iterator[str]:
-    yield from text
-    yield from text.get("layer_types") or ()
-
-
 def _bias(text: Mapping[str, Any], family: str) -> str:
     if family in _BIASED or family == "gpt_oss":
         return "all"
@@ -115,12 +121,6 @@ def _bias(text: Mapping[str, Any], family: str) -> str:
 def _window(text: Mapping[str, Any]) -> int:
     used = text.get("use_sliding_window", True)
     return int(text.get("sliding_window") or 0) if used else 0
-
-
-def _full_every(text: Mapping[str, Any], layers: int) -> int:
-    """Every how many layers one sees all keys, of the kinds of layers or of a pattern; 0 where none does."""
-    whole = sum(kind == "full_attention" for kind in text.get("layer_types") or ())
-    return round(layers / whole) if whole else int(text.get("sliding_window_pattern") or 0)
 
 
 def _assumptions(text: Mapping[str, Any], family: str, experts: int) -> Iterator[str]:

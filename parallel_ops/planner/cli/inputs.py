@@ -15,7 +15,7 @@ from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.compute.documents import lengths_of, with_lengths
 from parallel_ops.planner.export import ExportTarget, find_target
-from parallel_ops.planner.model import LatentAttention, Model
+from parallel_ops.planner.model import TABLES, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
 from parallel_ops.planner.precision import FROZEN_BYTES
 from parallel_ops.planner.search.options import PLURALS, STATES, SearchOptions, default_options
@@ -67,8 +67,9 @@ def model(name: str, sequence: int | None = None) -> Model:
             if assumed:
                 warnings.warn(f"{name}: assumed {'; '.join(assumed)}", stacklevel=2)
             return made
-        if data.get("latent") is not None:
-            data["latent"] = _build(LatentAttention, data["latent"], name)
+        for field, kind in TABLES.items():
+            if data.get(field) is not None:
+                data[field] = _build(kind, data[field], name)
         found = _build(Model, {"name": Path(name).stem, **data}, name)
     else:
         found = presets.model(name if name.lower() in presets.models() else model_name(name))

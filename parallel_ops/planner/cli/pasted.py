@@ -16,6 +16,7 @@ _NAMES = (
     (r"^deepseek-(v3\.\d|r1)(-terminus)?$", "deepseek-v3"),
     (r"^(kimi-k2)\.\d$", r"\1"),
     (r"^glm-4\.6$", "glm-4.5"),
+    (r"^nvidia-nemotron-3-", "nemotron3-"),
 )
 # A board's name with its memory or form factor, where the preset has none.
 _BOARDS = (

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from parallel_ops.planner.cluster import Cluster, Interconnect
@@ -58,6 +59,7 @@ class StepTraffic:
         if plan.pp > 1:
             self._message_link = group_link(cluster, plan, "pp", efficiency, ring=False)
             size = self._width * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
+            size *= model.residual_streams
             split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
             self._sent = size / plan.tp if split else size
             self.link = send_receive_seconds(self._sent, self._message_link) + start_seconds(efficiency, 2)
@@ -202,9 +204,8 @@ def _host(
         out.append((read, read / speed, plan.micro_batches))
     if "activations" in plan.offload:
         tokens = model.seq_length * plan.micro_batch / plan.cp
-        dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
-        layers = dense_layers * layer_activations(model, plan, False)
-        layers += sparse_layers * layer_activations(model, plan, True)
+        counts = layer_counts(model, stage_layout(plan))[stage]
+        layers = sum(map(mul, counts, layer_activations(model, plan, plan.recompute)))
         moved = 2 * tokens * layers * recomputed_share(model, plan.offload_layers)
         out.append((moved, moved / speed, plan.micro_batches))
     return out

@@ -105,7 +105,7 @@ def layer_traffic(
         found.append((transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * sent_again))
         forward += 2 * seconds
         backward += (2 + 2 * (sent_again - again)) * seconds
-    if plan.cp > 1:
+    if plan.cp > 1 and model.mixer:
         there, back, exposed = _context(model, cluster, plan, work, efficiency, tokens, width)
         found += [(each, count * (1 + again)) for each, count in there] + back
         forward += exposed[0]
@@ -158,7 +158,7 @@ def _tensor_parallel(
     skipped = 0.0
     # Experts that are not split over the group have no tensor-parallel communication of their own.
     routed = sparse and plan.expert_shards == 1
-    blocks = int(not routed or model.shared_experts > 0) + int(m is None)
+    blocks = int(model.has_mlp and (not routed or model.shared_experts > 0)) + int(m is None and model.mixer != "")
     # Latent attention sends its compressed vectors, of which the rotary part of the keys is in no matmul.
     latent = (m.query_rank or model.hidden_size) + m.key_value_rank if m is not None else 0
     entering = latent + m.rope_head if m is not None else 0
@@ -172,10 +172,10 @@ def _tensor_parallel(
             found += [(narrow, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
             found.append((parted("all-gather", latent), 1))  # again, for the gradients of weights
             forward, backward = forward + narrow.seconds + scatter.seconds, backward + gather.seconds + back.seconds
-        found.append((summed(model.norm_width * width), 2))
+        found.append((summed(model.norm_width * width), model.blocks))
         # The gradients of biases are sums over the gathered gradients of all tokens.
         biases = model.hidden_size * (1 if sparse else 2) if model.bias == "all" else 0
-        replicated = model.whole_in_layer(sparse, plan.tp) - biases - 2 * model.norm_width
+        replicated = model.whole_in_layer(sparse, plan.tp) - biases - model.blocks * model.norm_width
     else:
         after = summed(column * model.hidden_size)
         back = _sum(cluster, plan, efficiency, column * model.hidden_size, gathers=False)
@@ -241,8 +241,10 @@ def _context(
     model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, tokens: float, width: int
 ) -> tuple[Transfers, Transfers, tuple[float, float]]:
     """Context-parallel transfers of a layer with their counts, forward and backward, and the exposed seconds."""
-    link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
-    if plan.cp_kind == "all_to_all":
+    # A recurrence needs the whole sequence: each rank gets some of its heads.
+    ring = plan.cp_kind == "ring" and model.mixer != "recurrent"
+    link = group_link(cluster, plan, "cp", efficiency, ring=ring)
+    if not ring:
         query, key_value, value, heads = (
             n / plan.tp for n in (model.query_width, model.key_value_width, model.value_width, model.num_heads)
         )

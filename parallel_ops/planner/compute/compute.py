@@ -138,7 +138,8 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     forward = sum(part[0] for part in (shared, activation, score)) * tokens / bandwidth
     backward = sum(part[1] for part in (shared, activation, score)) * tokens / bandwidth
     # Accumulation of weight gradients: read the gradient, read and write the sum.
-    held = (model.attention_weights + (model.router_parameters if sparse else model.mlp_weights)) / work.tp
+    mlp = model.router_parameters if sparse else model.mlp_weights if model.has_mlp else 0
+    held = (model.attention_weights + mlp) / work.tp
     held += model.experts * model.expert_weights / work.ep / work.expert_shards if sparse else 0
     w += (width + 2 * work.grad_bytes) * held / bandwidth
     if model.lora_rank:
@@ -179,8 +180,7 @@ def _with_adapters(
         f += 3 * width * count * rows * outputs / engine.bandwidth
         i += 3 * width * count * rows * inputs / engine.bandwidth
     if model.frozen != "16bit":
-        weights = (model.attention_weights + (0 if sparse else model.mlp_weights)) / work.tp
-        weights += model.shared_experts * model.expert_weights / work.tp if sparse else 0
+        weights = model.frozen_weights(sparse) / work.tp
         weights += model.experts * model.expert_weights / work.ep / work.expert_shards if sparse else 0
         converted = (FROZEN_BYTES[model.frozen] + width) * weights / engine.bandwidth
         f, i = f + converted, i + converted
@@ -211,7 +211,7 @@ def _modules_again(
     if model.latent and "mla_up_proj" in modules:
         again += 2 * tokens * model.latent_weights / work.tp / products.flops
     if spread is None:
-        whole = "mlp" in modules
+        whole = "mlp" in modules and model.has_mlp
         again += linears(list(linear_shapes(model, work.tp, tokens, sparse=False))[-2:]) if whole else 0.0
         return again + (activation if whole or "mlp_act" in modules else 0.0)
     routed = model.experts_per_token / (model.experts_per_token + model.shared_experts)
@@ -279,6 +279,11 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
     The queries are those of one rank; ``keys``: keys per sequence, all or those of one block of ring attention.
     """
     tokens = model.seq_length * work.micro_batch / work.cp
+    if not model.scored:
+        # Assumed: the share of the peak that FlashAttention reaches. Documents bound the entries that a query sees.
+        flops = tokens * model.mixed_flops(min(keys, model.documents or keys)) / work.tp
+        peak = gpu.peak(stored(work.dtype))
+        return flops / (peak * efficiency.flash_forward), 2.5 * flops / (peak * efficiency.flash_backward)
     if work.flash_attention:
         # A causal mask leaves half of the blocks and the diagonal; so does a zigzag ring on each rank.
         left = 0.5 * (1 + min(1.0, _FLASH_BLOCK / keys))
@@ -327,15 +332,12 @@ def _linears(
 def linear_shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iterator[Shape]:
     """Rows, inputs, outputs and count of each linear of a layer on one rank, without routed experts."""
     h = model.hidden_size
-    if model.latent:
-        m = model.latent
-        yield tokens, h, m.query_rank + m.key_value_rank + m.rope_head, 1
-        yield tokens, m.query_rank or h, model.query_width / tp, 1
-        yield tokens, m.key_value_rank, model.num_heads * (m.head + m.value_head) / tp, 1
-    else:
-        yield tokens, h, (model.query_width + model.key_value_width) / tp, 1
-    yield tokens, model.value_width / tp, h, 1
+    for width_in, width_out, number, split in model.mixer_linears:
+        by_inputs, by_outputs, by_number = (tp if split == name else 1 for name in ("inputs", "outputs", "number"))
+        yield tokens, width_in / by_inputs, width_out / by_outputs, number / by_number
     inputs = 2 if model.gated else 1
+    if not model.has_mlp:
+        return
     if not sparse:
         yield tokens, h, inputs * model.ffn_hidden_size / tp, 1
         yield tokens, model.ffn_hidden_size / tp, h, 1
@@ -369,11 +371,24 @@ def _elementwise(
     shard = work.tp if work.sequence_parallel else 1
     # Two norms (read, write; read x, dy and the residual's gradient, write) and two bias-dropout-adds (read x and the
     # residual, write; read dy, write), each with its mask.
-    around = (2 * (2 + 3) * width + 2 * mask) * h / shard, (2 * (4 + 2) * width + 2 * mask) * h / shard
+    blocks = model.blocks
+    around = blocks * ((2 + 3) * width + mask) * h / shard, blocks * ((4 + 2) * width + mask) * h / shard
+    if (streams := model.residual_streams) > 1:
+        # Read for the maps and for the input of the block, and with its output written; once more each for gradients.
+        around = (
+            around[0] + blocks * 3 * streams * width * h / shard,
+            around[1] + blocks * 6 * streams * width * h / shard,
+        )
     inputs = 2 if model.gated else 1
     ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
+    ffn = ffn if model.has_mlp else 0
     activation = (inputs + 1) * width * ffn / work.tp, (2 * inputs + 1) * width * ffn / work.tp
-    rotary = 4 * (model.query_width + model.num_kv_heads * model.head_dim) if model.positions == "rotary" else 0
+    rotated = model.positions == "rotary" and model.mixer not in ("", "recurrent")
+    rotary = 4 * (model.query_width + model.num_kv_heads * model.head_dim) if rotated else 0
+    if model.mixer == "recurrent" and model.recurrent:
+        rotary = 2 * width * model.recurrent.moved
+    elif model.mixer and model.attention_gate:
+        rotary += 3 * width * model.value_width
     routes = model.experts_per_token if sparse else 0
     routed = 4 * width * h * routes  # permute and combine
     around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
@@ -389,7 +404,7 @@ def _elementwise(
         # Two biases, two dropouts and the bias before the activation each read and write.
         around = around[0] + 4 * 2 * width * h / shard, around[1] + 2 * 2 * width * h / shard
         activation = activation[0] + 2 * inputs * width * ffn / work.tp, activation[1]
-    if work.flash_attention:
+    if work.flash_attention or not model.scored:
         return around, activation, (0.0, 0.0)
     # The scores' traffic in matmuls is counted there. Forward: softmax and dropout read and write. Backward: dropout
     # reads and writes, softmax reads P and dP and writes. Masks come on top.

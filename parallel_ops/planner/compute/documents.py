@@ -127,7 +127,7 @@ def shares(model: Model, ranks: int) -> Shares | None:
 @lru_cache(maxsize=256)
 def _placed(model: Model, documents: tuple[int, ...], ranks: int) -> tuple[AttentionShape, str]:
     """The attention of a sequence, and the layout that the runtime takes for it."""
-    window = (model.window - 1, 0) if model.window and not model.full_every else (-1, -1)
+    window = (model.window - 1, 0) if model.window and set(model.layers) == {"window"} else (-1, -1)
     shape = AttentionShape(
         length=model.seq_length, ranks=ranks, batch=1, heads=1, kv_heads=1, head_dim=model.head_dim, itemsize=2,
         window_size=window, documents=documents,
@@ -137,7 +137,7 @@ def _placed(model: Model, documents: tuple[int, ...], ranks: int) -> tuple[Atten
 
 def pair_work(model: Model) -> float:
     """Work of a visible pair, in that of a token outside of attention: FLOPs forward and backward."""
-    attention = model.num_layers * model.attention_flops
+    attention = model.all_attention_flops
     return 3.5 * attention / model.seq_length / (3 * (model.forward_flops - attention))
 
 

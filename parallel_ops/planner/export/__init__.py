@@ -50,6 +50,8 @@ def export(format: str, model: Model, cluster: Cluster, plan: Plan) -> str:
     system = find_target(format)
     if model.lora_rank and system.adapters:
         raise ValueError(f"export: {format} cannot run this plan: {system.adapters}")
+    if model.hybrid and system.hybrids:
+        raise ValueError(f"export: {format} cannot run this plan: {system.hybrids}")
     if reason := system.problem(model, cluster, plan):
         raise ValueError(f"export: {format} cannot run this plan: {reason}")
     return system.write(model, cluster, plan)

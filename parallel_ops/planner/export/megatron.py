@@ -236,6 +236,7 @@ def _environment(cluster: Cluster, plan: Plan) -> dict[str, str]:
 
 MEGATRON = ExportTarget(
     name="megatron",
+    hybrids="pretrain_gpt.py has layers of attention; hybrid ones are a pattern of other scripts",
     adapters="pretrain_gpt.py has no adapters; the recipes of Megatron-Bridge take the same sizes with theirs",
     write=_write,
     command=("pretrain_gpt.py",),

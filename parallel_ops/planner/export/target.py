@@ -49,6 +49,8 @@ class ExportTarget:
         environment: returns variables that the program needs.
         software: era whose efficiencies a search for this system uses (``compute.software``).
         adapters: why the export cannot have low-rank adapters, of a model with ``lora_rank``; empty if it can.
+        hybrids: why the export cannot have layers other than attention and MLPs; empty if it can.
+        models: yields reasons why the system cannot train a model, whatever the plan.
         own: returns the system's defaults, as changes to fields of a plan that a user leaves open.
     """
 
@@ -58,13 +60,17 @@ class ExportTarget:
     config: str = ""
     environment: Callable[[Cluster, Plan], dict[str, str]] = lambda cluster, plan: {}
     adapters: str = ""
+    hybrids: str = ""
     software: str = CURRENT
     limits: Limits = field(default_factory=dict)
+    models: Callable[[Model], Iterator[str]] = lambda model: iter(())
     problems: Callable[[Model, Cluster, Plan], Iterator[str]] = _any_plan
     own: Callable[[Plan], dict[str, Any]] = lambda plan: {}
 
     def problem(self, model: Model, cluster: Cluster, plan: Plan) -> str | None:
         """Why the system cannot run the plan; ``None`` if it can."""
+        if reason := next(self.models(model), None):
+            return reason
         whole_backward = plan.pp > 1 and plan.schedule in WHOLE_BACKWARD
         unused = {"cp_kind": plan.cp == 1, "schedule": plan.pp == 1, "input_grad_first": not whole_backward}
         for name, (values, has) in self.limits.items():

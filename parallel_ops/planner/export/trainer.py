@@ -18,16 +18,6 @@ from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
-    if model.latent and (model.bias != "none" or model.positions != "rotary"):
-        yield "its latent attention has rotary positions and no biases"
-    if model.lora_rank and (model.experts or model.latent):
-        yield "its adapters are for dense models without latent attention"
-    if model.frozen != "16bit":
-        yield f"its frozen weights are not {model.frozen}"
-    if model.experts and not model.gated:
-        yield "its experts have gated activations"
-    if model.experts and model.bias == "all":
-        yield "its experts have no biases"
     if model.experts and plan.expert_shards > 1:
         yield "its experts are not split by tensor parallelism; add expert_tp=1"
     if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
@@ -41,6 +31,23 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if plan.pp > 1 and plan.schedule in WHOLE_BACKWARD and not plan.input_grad_first:
         yield "its backward pass sends the gradient of the input first; add input_grad_first=true"
     yield from (found.reason for found in pipeline_problems(model, plan, plan.recompute))
+
+
+def _models(model: Model) -> Iterator[str]:
+    if model.hybrid:
+        yield f"this package cannot train layers of the kind {', '.join(model.hybrid)}"
+    if model.attention_gate or model.residual_streams > 1:
+        yield "this package cannot train gated attention and hyper-connections"
+    if model.latent and (model.bias != "none" or model.positions != "rotary"):
+        yield "its latent attention has rotary positions and no biases"
+    if model.lora_rank and (model.experts or model.latent):
+        yield "its adapters are for dense models without latent attention"
+    if model.frozen != "16bit":
+        yield f"its frozen weights are not {model.frozen}"
+    if model.experts and not model.gated:
+        yield "its experts have gated activations"
+    if model.experts and model.bias == "all":
+        yield "its experts have no biases"
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -151,6 +158,7 @@ TRAINER = ExportTarget(
         "overlap": ((True,), "its communication runs beside computation"),
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
+    models=_models,
     problems=_problems,
     software="parallel_ops",
     own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1},

@@ -22,30 +22,32 @@ def _layer_bytes(
     inputs = 1 if kept_inputs == "fp8" else width
     if recompute == "operators":
         # The input, every second of the matmuls Q, K, V, output, gate, up, down, and what attention keeps.
-        used = model.experts_per_token + model.shared_experts if sparse else 1
+        used = model.experts_per_token + model.shared_experts if sparse else model.has_mlp
         ffn = (model.expert_ffn if sparse else model.ffn_hidden_size) * used
-        products = model.query_width + model.key_value_width / 2 + ffn + model.value_width
-        scores = 4 * model.num_heads if flash else width * model.num_heads * model.seq_length
-        return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
+        products, scores = ffn + _mixer_inputs(model) + model.value_width * bool(model.mixer), 0
+        if model.scored:
+            products -= model.key_value_width / 2
+            scores = 4 * model.num_heads if flash else width * model.num_heads * model.seq_length
+        return width * h * (model.residual_streams + model.gated) / shard + (width * products + scores) / tp
     mask = 1 if model.dropout else 0
     again = recomputed(recompute, flash)
     norm = 0 if "layernorm" in again else inputs
     # Input of the norm, its output, mask after attention; the same of the MLP.
-    unsharded += 2 * (width + norm + mask) * h
-    sharded += width * model.value_width
+    unsharded += model.blocks * (model.residual_streams * width + norm + mask) * h
+    sharded += width * model.value_width * bool(model.mixer)
     if not model.latent or "mla_up_proj" not in again:
-        sharded += width * (model.query_width + model.key_value_width)
+        sharded += width * _mixer_inputs(model)
     if model.latent:
         unsharded += width * (model.latent.query_rank + model.latent.key_value_rank + model.latent.rope_head)
-    if flash:
-        sharded += 4 * model.num_heads  # the logsumexp of each row
+    if flash or not model.scored:
+        sharded += 4 * model.num_heads * (model.mixer not in ("", "recurrent"))  # the logsumexp of each row
     elif "core_attn" not in again:
         sharded += model.num_heads * model.seq_length * (2 * width + 1 if model.dropout else width)
     # Before and after the activation function; a gated one has two inputs.
     per_ffn = width * (2 if model.gated else 1)
     per_ffn += inputs if ("moe_act" if sparse else "mlp_act") not in again else 0
     if not sparse:
-        sharded += per_ffn * model.ffn_hidden_size if "mlp" not in again else 0
+        sharded += per_ffn * model.ffn_hidden_size if model.has_mlp and "mlp" not in again else 0
     else:
         used = model.shared_experts if not again & {"moe", "shared_experts"} else 0
         used += model.experts_per_token if not again & {"moe", "experts"} else 0
@@ -54,29 +56,34 @@ def _layer_bytes(
     return unsharded / shard + sharded / tp
 
 
+def _mixer_inputs(model: Model) -> float:
+    """Elements per token that the core of a mixer keeps beside its output, over all tensor-parallel ranks."""
+    if model.mixer == "recurrent" and model.recurrent:
+        return model.recurrent.kept
+    if model.compressed is not None and model.mixer:
+        # Queries, what every rank makes of the hidden vector, and groups of heads.
+        return sum(each.outputs * each.number for each in model.mixer_linears[:-1])
+    gate = model.value_width if model.attention_gate else 0
+    return model.query_width + model.key_value_width + gate if model.mixer else 0
+
+
 @lru_cache(maxsize=65536)
-def _both_layers(
+def _all_layers(
     model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
-) -> tuple[float, float]:
+) -> tuple[float, ...]:
     if recompute == "full":
-        kept = (4 if dtype == "fp32" else 2) * model.hidden_size / shard
-        return kept, kept
-    form = tp, shard, flash, recompute, dtype, kept_inputs
-    dense = _layer_bytes(model, False, *form)
-    return dense, _layer_bytes(model, True, *form) if model.experts else 0.0
+        kept = (4 if dtype == "fp32" else 2) * model.residual_streams * model.hidden_size / shard
+        return (kept,) * len(model.kinds)
+    return tuple(_layer_bytes(*kind, tp, shard, flash, recompute, dtype, kept_inputs) for kind in model.kinds)
 
 
-def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
-    """Bytes per token that one layer keeps for the backward pass, on one GPU."""
-    return both_activations(model, plan, plan.recompute)[sparse]
-
-
-def both_activations(model: Model, plan: Plan, recompute: str) -> tuple[float, float]:
-    """``layer_activations`` of a dense and of a sparse layer under ``recompute``, on average if some layers have it."""
+def layer_activations(model: Model, plan: Plan, recompute: str) -> tuple[float, ...]:
+    """Bytes per token that a layer of each of ``Model.kinds`` keeps for the backward pass on one GPU under
+    ``recompute``, on average if some layers have it."""
     form = plan.tp, plan.tp if plan.sequence_parallel else 1, plan.flash_attention
-    found = _both_layers(model, *form, recompute, plan.dtype, plan.activation_dtype)
+    found = _all_layers(model, *form, recompute, plan.dtype, plan.activation_dtype)
     share = recomputed_share(model, plan.recompute_layers)
     if recompute == "none" or share == 1:
         return found
-    whole = _both_layers(model, *form, "none", plan.dtype, plan.activation_dtype)
-    return share * found[0] + (1 - share) * whole[0], share * found[1] + (1 - share) * whole[1]
+    whole = _all_layers(model, *form, "none", plan.dtype, plan.activation_dtype)
+    return tuple(share * one + (1 - share) * other for one, other in zip(found, whole, strict=True))

@@ -10,7 +10,7 @@ from parallel_ops.planner.compute.compute import linear_shapes
 from parallel_ops.planner.model import Model
 
 
-def layer_adapters(model: Model, tp: int, sparse: bool) -> float:
+def layer_adapters(model: Model, sparse: bool, tp: int) -> float:
     """Parameters of the adapters of one layer on one of ``tp`` ranks."""
     shapes = linear_shapes(model, tp, 1.0, sparse=sparse)
     sides = (count * (inputs + outputs) for _, inputs, outputs, count in shapes if outputs != model.experts)
@@ -21,5 +21,4 @@ def saved_parameters(model: Model) -> float:
     """Parameters that a checkpoint has with their optimizer state."""
     if not model.lora_rank:
         return model.parameters
-    dense = model.num_layers - model.sparse_layers
-    return dense * layer_adapters(model, 1, False) + model.sparse_layers * layer_adapters(model, 1, True)
+    return sum(n * layer_adapters(*kind, 1) for n, kind in zip(model.kind_counts, model.kinds, strict=True))

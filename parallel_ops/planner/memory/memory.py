@@ -13,12 +13,12 @@ Notation: s sequence length over cp, b micro-batch, h hidden size, a heads, t tp
 Activations are added up tensor by tensor in ``activations.py``.
 """
 
-from operator import le
+from operator import le, mul
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.compute import linear_shapes
-from parallel_ops.planner.memory.activations import both_activations
+from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.communicators import process_bytes
 from parallel_ops.planner.memory.states import (
     element_bytes,
@@ -99,14 +99,13 @@ class FixedMemory(NamedTuple):
     """Memory of one stage that does not depend on recomputation and offload.
 
     Attributes:
-        dense, sparse: numbers of layers without and with experts.
+        counts: numbers of layers of each of ``Model.kinds``.
         held: micro-batches in flight.
         parameters, gradients, optimizer, logits, buffers: bytes, see ``StageMemory``.
         embedding, head: bytes of activations before and after the layers.
     """
 
-    dense: int
-    sparse: int
+    counts: tuple[int, ...]
     held: float
     parameters: float
     gradients: float
@@ -119,7 +118,8 @@ class FixedMemory(NamedTuple):
     def within(self, most: "FixedMemory") -> bool:
         """Whether a stage with this memory needs at most as much as one with ``most`` under any recomputation, if no
         activations are offloaded. Sums of floats that are no larger are no larger, also after rounding."""
-        return self.logits == most.logits and all(map(le, self, most))
+        figures = map(le, self[1:], most[1:])  # the first are the counts
+        return self.logits == most.logits and all(map(le, self.counts, most.counts)) and all(figures)
 
 
 class PlanMemory:
@@ -175,7 +175,7 @@ class PlanMemory:
             in_flight=found.held,
         )
 
-    def kind(self, stage: int) -> tuple[tuple[tuple[int, int], bool, bool], float]:
+    def kind(self, stage: int) -> tuple[tuple[tuple[int, ...], bool, bool], float]:
         """A key and the micro-batches in flight: stages for which both are equal need the same memory."""
         return (self._counts[stage], stage == 0, stage == self._head), in_flight(self.plan, stage)
 
@@ -229,9 +229,10 @@ class PlanMemory:
             buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
         if plan.pp > 1:
             # One message each way; with FSDP, in torch's pipelining, for each micro-batch in flight.
-            message = width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
+            message = width * tokens * model.residual_streams * model.hidden_size
+            message /= plan.tp if plan.sequence_parallel else 1
             buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 and plan.fsdp else 1)
-        found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
+        found = FixedMemory(self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
         self._fixed[stage] = found
         return found
 
@@ -248,7 +249,7 @@ class PlanMemory:
         if "activations" not in offload:
             return 1.0
         away = recomputed_share(self.model, self.plan.offload_layers)
-        return min(1.0, 1 - away + away * 2 / (found.held * max(1, found.dense + found.sparse)))
+        return min(1.0, 1 - away + away * 2 / (found.held * max(1, sum(found.counts))))
 
     def layers(self, stage: int) -> tuple[float, float, float, float]:
         """Bytes of a stage's layers: activations of the micro-batches in flight, working memory of one layer, and what
@@ -262,17 +263,17 @@ class PlanMemory:
         return kept + max(0.0, work + again - found.logits)
 
     def _layer_parts(self, found: FixedMemory, recompute: str) -> tuple[float, float, float]:
-        dense, sparse = self._layers.get(recompute) or self._layer(recompute)
-        kept, again = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, 0.0
+        each = self._layers.get(recompute) or self._layer(recompute)
+        kept, again = found.held * sum(map(mul, found.counts, each)) * self._tokens, 0.0
         if recompute == "full":
             # One layer at a time is recomputed.
-            dense, sparse = self._layers.get("none") or self._layer("none")
-            again = self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+            each = self._layers.get("none") or self._layer("none")
+            again = self._tokens * max((size for size, n in zip(each, found.counts, strict=True) if n), default=0.0)
         return kept, self._work, again
 
-    def _layer(self, recompute: str) -> tuple[float, float]:
-        """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
-        self._layers[recompute] = both_activations(self.model, self.plan, recompute)
+    def _layer(self, recompute: str) -> tuple[float, ...]:
+        """``layer_activations`` under ``recompute``."""
+        self._layers[recompute] = layer_activations(self.model, self.plan, recompute)
         return self._layers[recompute]
 
 
@@ -297,9 +298,7 @@ def _dummy_gradients(model: Model, plan: Plan) -> float:
     linears since 2.3, grouped ones since 2.10)."""
     if _autograd_owns_gradients(model, plan):
         return 0.0
-    sparse = model.sparse_layers
-    kinds = [*[False] * (sparse < model.num_layers), *[True] * (sparse > 0)]
-    linears = (shape for kind in kinds for shape in linear_shapes(model, plan.tp, 1.0, sparse=kind))
+    linears = (each for shape, sparse in model.kinds for each in linear_shapes(shape, plan.tp, 1.0, sparse=sparse))
     # The router is not one of its modules.
     shapes = {(inputs, outputs) for _, inputs, outputs, _ in linears if outputs != model.experts}
     if model.experts:
@@ -314,8 +313,7 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     width, gradient, _ = state_bytes(plan)
     gradient = 0 if model.lora_rank else gradient  # those of adapters are small
     sparse = model.sparse_layers > 0
-    largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
-    largest /= plan.tp
+    largest = max(shape.layer_parameters(has) for shape, has in model.kinds if has == sparse) / plan.tp
     largest += model.experts * model.expert_weights / plan.ep / plan.expert_shards if sparse else 0
     total = 0.0
     if group_size(plan, "dp") > 1 and plan.zero == 3 and plan.gather_parameters:
@@ -340,8 +338,8 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
 def _largest_parameter(model: Model, plan: Plan) -> float:
     """Elements of the largest parameter of a layer on one GPU, each linear with a matrix of its own."""
     h = model.hidden_size
-    own = h * model.value_width / plan.tp
-    if model.sparse_layers < model.num_layers:
+    own = h * max(shape.value_width for shape, _ in model.kinds) / plan.tp
+    if model.mlp_layers:
         own = max(own, h * model.ffn_hidden_size / plan.tp)
     return max(own, h * model.expert_ffn / plan.expert_shards) if model.sparse_layers else own
 
@@ -351,7 +349,7 @@ def _buffers(model: Model, plan: Plan, tokens: float) -> float:
     width, total = element_bytes(plan), _dummy_gradients(model, plan)
     if plan.cp > 1 and plan.cp_kind == "ring":
         # Keys and values that are being received, and their gradients.
-        total += 4 * width * tokens * model.key_value_width / plan.tp
+        total += 4 * width * tokens * max(shape.key_value_width for shape, _ in model.kinds) / plan.tp
     return total
 
 

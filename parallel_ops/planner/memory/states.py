@@ -43,25 +43,25 @@ def parameters_of(model: Model, layout: StageLayout, plan: Plan, stage: int) -> 
 @lru_cache(maxsize=65536)
 def _stage_parameters(model: Model, layout: StageLayout, tp: int, parts: int, stage: int) -> tuple[float, float]:
     """``parts``: ranks that the experts are split over."""
-    dense_layers, sparse_layers = layer_counts(model, layout)[stage]
-    dense = (dense_layers + sparse_layers) * model.attention_parameters + dense_layers * model.mlp_parameters
-    dense += sparse_layers * model.router_parameters
-    dense += model.embedding_parameters if stage == 0 else 0
+    dense = model.embedding_parameters if stage == 0 else 0
+    whole = experts = 0
     if stage == head_rank(layout):
         shared = model.hidden_size * model.vocab_size if stage == 0 and model.tied_embeddings else 0
         dense += model.head_parameters - shared
-    whole = dense_layers * model.whole_in_layer(False, tp) + sparse_layers * model.whole_in_layer(True, tp)
-    whole += model.norm_width * (stage == head_rank(layout))
-    return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / parts
+        whole = model.head_parameters - model.hidden_size * model.vocab_size
+    for count, (shape, sparse) in zip(layer_counts(model, layout)[stage], model.kinds, strict=True):
+        dense += count * shape.layer_parameters(sparse)
+        whole += count * shape.whole_in_layer(sparse, tp)
+        experts += count * sparse * model.experts * model.expert_weights
+    return (dense - whole) / tp + whole, experts / parts
 
 
 def trained_parameters(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
     """Trained parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and of experts."""
     if not model.lora_rank:
         return parameters_of(model, layout, plan, stage)
-    dense, sparse = layer_counts(model, layout)[stage]
-    counts = (dense, False), (sparse, True)
-    return sum(count * layer_adapters(model, plan.tp, kind) for count, kind in counts if count), 0.0
+    counts = zip(layer_counts(model, layout)[stage], model.kinds, strict=True)
+    return sum(count * layer_adapters(*kind, plan.tp) for count, kind in counts if count), 0.0
 
 
 def frozen_bytes(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
@@ -71,9 +71,8 @@ def frozen_bytes(model: Model, layout: StageLayout, plan: Plan, stage: int) -> t
         return 0.0, 0.0
     shared, experts = parameters_of(model, layout, plan, stage)
     width, saved = 2.0, 2.0 - FROZEN_BYTES[model.frozen]
-    dense, sparse = layer_counts(model, layout)[stage]
-    linears = (dense + sparse) * model.attention_weights + dense * model.mlp_weights
-    linears += sparse * model.shared_experts * model.expert_weights
+    counts = zip(layer_counts(model, layout)[stage], model.kinds, strict=True)
+    linears = sum(count * shape.frozen_weights(sparse) for count, (shape, sparse) in counts)
     return width * shared - saved * linears / plan.tp, (width - saved) * experts
 
 
@@ -82,8 +81,9 @@ def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
     first, last = stage == 0, stage == head_rank(stage_layout(plan))
     shared = first and model.tied_embeddings
     ends = [model.embedding_parameters / plan.tp] * first
-    output = 0 if shared else (model.head_parameters - model.norm_width) / plan.tp
-    return (*ends, *[output + model.norm_width] * last)
+    output = model.hidden_size * model.vocab_size
+    whole = model.head_parameters - output
+    return (*ends, *[(0 if shared else output / plan.tp) + whole] * last)
 
 
 def element_bytes(plan: Plan) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect, Part, weakest
-from parallel_ops.planner.model import LatentAttention, Model
+from parallel_ops.planner.model import TABLES, Model
 
 
 @functools.cache
@@ -68,8 +68,8 @@ def model(name: str) -> Model:
         ValueError: unknown, with the nearest names.
     """
     figures = _figures("model", name)
-    latent = figures.pop("latent", None)
-    return Model(name=name.lower(), latent=LatentAttention(**latent) if latent else None, **figures)
+    tables = {field: kind(**figures[field]) for field, kind in TABLES.items() if field in figures}
+    return Model(name=name.lower(), **{**figures, **tables})
 
 
 @functools.cache

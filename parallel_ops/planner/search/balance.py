@@ -11,8 +11,8 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.compute import Work, work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import chunk_costs, layer_costs
-from parallel_ops.planner.placement import StageLayout, chunk_rank, chunk_sizes
+from parallel_ops.planner.passes import chunk_costs
+from parallel_ops.planner.placement import StageLayout, chunk_rank, chunk_sizes, kind_counts
 from parallel_ops.planner.plan import V_SHAPED, Plan
 
 # Least relative gain of the slowest rank for which uneven stages are used.
@@ -33,21 +33,23 @@ def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Effic
 def _chunks(
     model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
 ) -> tuple[int, ...]:
-    pp, chunks, sparse = layout.pp, layout.pp * layout.virtual_stages, model.sparse_layers > 0
+    pp, chunks = layout.pp, layout.pp * layout.virtual_stages
     costs = {}
     gpus = cluster.stage_gpus(pp)
+    usual = kind_counts(model, range(min(model.dense_layers, model.num_layers - 1), model.num_layers))
     for gpu in set(gpus):
-        found = layer_costs(model, cluster, gpu, constants, work, sparse, paired)
-        costs[gpu] = sum(part.total for part in found)
+        layers = chunk_costs(model, cluster, gpu, constants, work, usual, (False, False), paired)
+        costs[gpu] = sum(part.total for part in layers) / sum(usual)
     head_gpu = gpus[chunk_rank(chunks - 1, pp, layout.v_shaped)]
     first, head = (
-        sum(part.total for part in chunk_costs(model, cluster, gpu, constants, work, (0, 0), ends, False))
+        sum(part.total for part in chunk_costs(model, cluster, gpu, constants, work, (0,) * len(usual), ends, False))
         for gpu, ends in ((gpus[0], (True, False)), (head_gpu, (False, True)))
     )
     first /= costs[gpus[0]]
-    if sparse and model.dense_layers:
-        one = sum(part.total for part in layer_costs(model, cluster, gpus[0], constants, work, False, False))
-        first += model.dense_layers * (one / costs[gpus[0]] - 1)
+    if model.dense_layers:
+        dense = kind_counts(model, range(model.dense_layers))
+        found = chunk_costs(model, cluster, gpus[0], constants, work, dense, (False, False), False)
+        first += sum(part.total for part in found) / costs[gpus[0]] - model.dense_layers
     slowest = max(costs.values())
     speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
     extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)

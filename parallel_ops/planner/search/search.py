@@ -77,12 +77,14 @@ def search(
 
     Raises:
         ValueError, TypeError: ``batch`` or ``keep`` is not a positive integer, the GPU has no matmuls in the dtype, or
-            the target supports no value that the options have for a field.
+            the target cannot train the model or supports no value that the options have for a field.
     """
     given, given_options = _Given(batch=batch, keep=keep), options or default_options(cluster)
     options = within_target(given_options)
     for dtype in options.dtype:
         cluster.gpu.peak(dtype)  # raises if the GPU has no such matmuls: no plan could run
+    if options.target and (reason := next(find_target(options.target).models(model), None)):
+        raise ValueError(f"{options.target} cannot train {model.name}: {reason}")
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
     rejected = Rejections()

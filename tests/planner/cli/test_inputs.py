@@ -151,7 +151,7 @@ def test_a_config_of_hugging_face_has_the_shape_of_the_preset(tmp_path, config, 
         )
     for made in (found, wrapped):
         assert made.parameters == expected.parameters and made.forward_flops == expected.forward_flops
-        assert (made.window, made.full_every) == (expected.window, expected.full_every)
+        assert (made.window, made.layers) == (expected.window, expected.layers)
 
 
 def test_a_config_of_an_unknown_family_is_read_as_a_llama_and_says_so(tmp_path):

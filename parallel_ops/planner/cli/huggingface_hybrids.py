@@ -1,0 +1,83 @@
+"""Kinds of layers in the ``config.json`` of Hugging Face folders, and the families that mix several."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from parallel_ops.planner.model import CompressedAttention, RecurrentMixer
+
+# Kinds of ``Model.layers`` by the name in ``layer_types``.
+LAYERS = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "linear_attention": "recurrent",
+    "compressed_sparse_attention": "csa",
+    "heavily_compressed_attention": "hca",
+}
+# Letters of Nemotron-H's pattern, and its names of layers: a mixer or an MLP.
+_NEMOTRON = {
+    **{"M": "recurrent_only", "mamba": "recurrent_only", "linear_attention": "recurrent_only"},
+    **{"*": "full_only", "attention": "full_only", "full_attention": "full_only"},
+    **{"-": "mlp_only", "E": "mlp_only", "mlp": "mlp_only", "moe": "mlp_only"},
+}
+_RATIOS = {0: "window", 4: "csa", 128: "hca"}
+
+
+def kinds_of(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """The kinds of attention layers: those of ``layer_types``, or every n-th over all keys, others over a window."""
+    named = tuple(LAYERS.get(kind, "full") for kind in text.get("layer_types") or ())
+    every = int(text.get("sliding_window_pattern") or 0)
+    return shortest(named[:layers]) if named else ("window",) * (every - 1) + ("full",) if every else ()
+
+
+def shortest(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The fewest kinds that give these when they are repeated."""
+    for period in range(1, len(kinds)):
+        if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds)):
+            return kinds[:period]
+    return kinds
+
+
+def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
+    """Fields of ``Model`` of a family with other layers than attention; ``None`` for other families."""
+    if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        every = int(text.get("full_attention_interval") or 4)
+        mixer = RecurrentMixer(
+            kind="delta_net",
+            heads=text["linear_num_value_heads"],
+            head=text["linear_value_head_dim"],
+            groups=text["linear_num_key_heads"],
+            state=text["linear_key_head_dim"],
+            conv=text["linear_conv_kernel_dim"],
+        )
+        kinds = kinds_of(text, text["num_hidden_layers"]) or ("recurrent",) * (every - 1) + ("full",)
+        return {"layers": kinds, "recurrent": mixer, "attention_gate": True, "window": 0}
+    if family == "nemotron_h":
+        kinds = tuple(text.get("hybrid_override_pattern") or text["layers_block_type"])
+        if text.get("moe_latent_size"):  # experts of another width than the model
+            raise KeyError("moe_latent_size")
+        mixer = RecurrentMixer(
+            kind="mamba2",
+            heads=text["mamba_num_heads"],
+            head=text["mamba_head_dim"],
+            groups=text["n_groups"],
+            state=text["ssm_state_size"],
+            conv=text["conv_kernel"],
+            chunk=text["chunk_size"],
+        )
+        layers = shortest(tuple(_NEMOTRON[kind] for kind in kinds))
+        return {"num_layers": len(kinds), "layers": layers, "recurrent": mixer, "norm": "rms", "window": 0}
+    if family == "deepseek_v4":
+        ratios = text.get("compress_ratios")
+        kinds = tuple(_RATIOS[ratio] for ratio in ratios) if ratios else kinds_of(text, text["num_hidden_layers"])
+        attention = CompressedAttention(
+            query_rank=text["q_lora_rank"],
+            output_groups=text["o_groups"],
+            output_rank=text["o_lora_rank"],
+            top_k=text["index_topk"],
+            index_heads=text["index_n_heads"],
+            index_head=text["index_head_dim"],
+        )
+        kinds = kinds[: text["num_hidden_layers"]]
+        streams = int(text.get("hc_mult") or 1)
+        return {"layers": shortest(kinds), "compressed": attention, "residual_streams": streams}
+    return None
