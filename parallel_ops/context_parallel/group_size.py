@@ -12,6 +12,8 @@ parallelism; ByteScale, arXiv:2502.21231; FlexSP, arXiv:2412.01523.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 # Tokens of a rank, of the mean, up to which it takes further documents; gain in load that larger groups must bring.
@@ -77,50 +79,54 @@ def group_documents(lengths: Sequence[int], ranks: int, *, pair: float, key: flo
     return best
 
 
+@dataclass
+class _Open:
+    """A group that takes documents: its work and tokens, each of one rank, and the documents' numbers."""
+
+    size: int
+    load: float = 0.0
+    tokens: float = 0.0
+    documents: list[int] = field(default_factory=list)
+
+
 def _grouped(lengths: Sequence[int], ranks: int, least: int, pair: float, key: float) -> Grouping | None:
     """Groups of at least ``least`` ranks; ``None`` if one would have no tokens, unless it is all there are."""
     sizes = [size for size in sizes_of(ranks) if size >= least]
     work = [n + pair * n * (n + 1) / 2 for n in lengths]
     mean, mean_tokens = sum(work) / ranks, sum(lengths) / ranks
-    opened: list[int] = []
-    loads: list[float] = []
-    tokens: list[float] = []
-    members: list[list[int]] = []
+    opened: list[_Open] = []
 
-    def open_group(size: int) -> int:
-        opened.append(size)
-        loads.append(0.0)
-        tokens.append(0.0)
-        members.append([])
-        return len(opened) - 1
-
-    def after(i: int, g: int) -> float:
+    def after(i: int, group: _Open) -> float:
         # A document lies on about as many ranks as it has shares of tokens, which get its keys while they compute.
-        span, n = min(opened[g], 1 + lengths[i] / mean_tokens), lengths[i]
+        span, n = min(group.size, 1 + lengths[i] / mean_tokens), lengths[i]
         waited = max(0.0, 0.75 * key * n * (span - 1) - pair * n * (n + 1) / 2)
-        return loads[g] + (work[i] + waited) / opened[g]
+        return group.load + (work[i] + waited) / group.size
 
-    def filled(i: int, g: int) -> float:
-        return tokens[g] + lengths[i] / opened[g]
+    def filled(i: int, group: _Open) -> float:
+        return group.tokens + lengths[i] / group.size
 
     # Longest first, so sizes fall and groups are aligned.
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fits = (n for n in sizes if work[i] <= n * mean and lengths[i] <= n * mean_tokens)
-        size, left = next(fits, sizes[-1]), ranks - sum(opened)
+        size, left = next(fits, sizes[-1]), ranks - sum(group.size for group in opened)
         if size == least:
-            while left >= least:
-                left -= opened[open_group(least)]
-        here = [g for g, n in enumerate(opened) if n >= size] or [*range(len(opened))]
-        roomy = [g for g in here if filled(i, g) <= _ROOM * mean_tokens]
-        best = min(roomy, key=lambda g: after(i, g), default=None)
+            opened += [_Open(least) for _ in range(left // least)]
+            left %= least
+        here = [group for group in opened if group.size >= size] or opened
+        roomy = [group for group in here if filled(i, group) <= _ROOM * mean_tokens]
+        best = min(roomy, key=lambda group: after(i, group), default=None)
         if left >= size and (best is None or after(i, best) > mean):
-            best = open_group(size)
+            opened.append(best := _Open(size))
         elif best is None:
-            best = min(here, key=lambda g: (filled(i, g), g))
-        loads[best], tokens[best] = after(i, best), filled(i, best)
-        members[best].append(i)
-    if sum(opened) < ranks or not all(tokens):
+            best = min(here, key=lambda group: filled(i, group))
+        best.load, best.tokens = after(i, best), filled(i, best)
+        best.documents.append(i)
+    if sum(group.size for group in opened) < ranks or not all(group.tokens for group in opened):
         return None
-    firsts = [sum(opened[:g]) for g in range(len(opened))]
-    groups = tuple(Group(f, n, tuple(sorted(own))) for f, n, own in zip(firsts, opened, members, strict=True))
-    return Grouping(groups, max(loads) / mean, max(tokens) / mean_tokens)
+    firsts = accumulate((group.size for group in opened), initial=0)
+    groups = tuple(
+        Group(first, group.size, tuple(sorted(group.documents))) for first, group in zip(firsts, opened, strict=False)
+    )
+    return Grouping(
+        groups, max(group.load for group in opened) / mean, max(group.tokens for group in opened) / mean_tokens
+    )
