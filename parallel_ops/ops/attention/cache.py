@@ -53,13 +53,28 @@ def _forget(key: int, dead: "weakref.ref[Tensor]", made: dict[int, Any] = _made)
 
 def on_host(t: Tensor) -> Tensor:
     """The values of ``t`` on the CPU, copied once."""
-    return t if t.is_cpu else once(t, "host", t.cpu)
+    known = known_on_host(t)
+    return once(t, "host", t.cpu) if known is None else known
+
+
+def known_on_host(t: Tensor) -> Tensor | None:
+    """The values of ``t`` on the CPU, if they are known there without waiting for a device."""
+    if t.is_cpu or _changes_unseen(t):
+        return t if t.is_cpu else None
+    of, host = getattr(t.untyped_storage(), "_values_on_host", (None, None))
+    return host if of == _values(t) else None
 
 
 def know_on_host(t: Tensor, host: Tensor) -> None:
-    """Lets ``on_host(t)`` be ``host``, of which ``t`` is a copy, so that nothing waits for the device."""
-    if not t.is_cpu:
-        once(t, "host", lambda: host)
+    """Lets ``on_host(t)`` be ``host``, of which ``t`` is a copy, so that nothing waits for the device. Tensors of the
+    same storage, as recomputation makes them, know it too."""
+    if not (t.is_cpu or _changes_unseen(t)):
+        t.untyped_storage()._values_on_host = _values(t), host  # type: ignore[attr-defined]
+
+
+def _values(t: Tensor) -> tuple[object, ...]:
+    """All that the values of a tensor depend on beside its storage."""
+    return t._version, t.storage_offset(), t.shape, t.stride()
 
 
 def _changes_unseen(t: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.dropout import dropout_seed as drawn_seed
 from parallel_ops._internal.tensor_format import FORMATS, TensorFormat, check_format, described
-from parallel_ops.ops.attention.cache import on_host, once
+from parallel_ops.ops.attention.cache import known_on_host, on_host, once
 from parallel_ops.ops.attention.ranges import document_ranges, intersect_ranges, range_error
 from parallel_ops.ops.softmaxes.shared import check_scale
 
@@ -68,6 +68,11 @@ class AttentionOptions(NamedTuple):
     def packed(self) -> bool:
         """True if ``left`` and ``right`` are not the whole mask."""
         return self.cu_seqlens is not None or self.key_ranges is not None
+
+    @property
+    def known_on_host(self) -> bool:
+        """True if ``host_ranges`` waits for no device."""
+        return all(t is None or known_on_host(t) is not None for t in (self.cu_seqlens, self.key_ranges))
 
     def ranges(self, length: int) -> Tensor | None:
         """First and last key of each of the ``length`` queries, before ``left`` and ``right`` cut them."""

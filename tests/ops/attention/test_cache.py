@@ -109,3 +109,19 @@ def test_values_that_change_between_calls():
     starts[1] = 40
     assert torch.equal(flash_attention(q, k, v, cu_seqlens=starts), flash_attention(q, k, v, cu_seqlens=starts.clone()))
     assert not torch.equal(flash_attention(q, k, v, cu_seqlens=starts), before)
+
+
+def test_values_known_on_the_host():
+    """The meta device stands for a GPU, whose values cannot be had without waiting."""
+    host = torch.tensor([0, 20, 64])
+    starts = torch.empty(3, dtype=torch.int64, device="meta")
+    assert cache.known_on_host(host) is host and cache.known_on_host(starts) is None
+    cache.know_on_host(starts, host)
+    for _ in range(20):  # more tensors than results are kept of
+        cache.know_on_host(torch.empty(3, device="meta"), host)
+    assert cache.on_host(starts) is cache.on_host(starts.detach()) is host
+    assert cache.known_on_host(starts[1:]) is None
+    assert options.AttentionOptions(cu_seqlens=starts).known_on_host
+    assert not options.AttentionOptions(cu_seqlens=starts, key_ranges=starts[1:]).known_on_host
+    starts.add_(1)
+    assert cache.known_on_host(starts) is None
