@@ -1,13 +1,15 @@
 """``python -m benchmarks layouts``: area and keys sent of every layout, for packed documents, video and windows.
 
 For each layout the largest area of a rank over the mean, and the keys that ranks send as a share of all keys to all
-other ranks; then the milliseconds that the placement of the balanced layout takes, the least of twenty. A second table
-has seconds calculated by ``context_parallel/cost.py`` for eight H100s; no GPU runs.
+other ranks; then the CPU milliseconds that the placement of the balanced layout takes, the least of twenty. A second
+table has seconds calculated by ``context_parallel/cost.py`` for eight H100s on 8, 4 and 2 nodes; no GPU runs.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import typer
@@ -16,13 +18,15 @@ from torch import Tensor
 from benchmarks.parallel.ring_attention import REFERENCE_FLOPS
 from parallel_ops.context_parallel import AttentionShape, Link, SequenceLayout, placement
 from parallel_ops.context_parallel.cost import Algorithm, algorithms, seconds
+from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.ops.attention import block_causal_ranges, causal_ranges, document_ranges, intersect_ranges
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-# Bytes/s and seconds of an exchange of a 400 Gb/s port: nine tenths of its rate, and latency, assumed.
-_PORT = Link(REFERENCE_FLOPS, 45e9, 10e-6)
+# Bytes/s and seconds of an exchange of a 400 Gb/s port, nine tenths of its rate, and bytes/s of NVLink: assumed.
+_PORT = Link(REFERENCE_FLOPS, 45e9, 10e-6, inside=370e9)
+_LAYOUTS = ("zigzag", "contiguous", "balanced", "auto")
 # Weights of the linears of a layer of Llama 3 8B; sequences that are drawn.
 _LINEARS, _DRAWN = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 16
 
@@ -34,21 +38,31 @@ def edges_of(length: int, median: float, sigma: float, seed: int = 0) -> Tensor:
     return torch.cat([torch.zeros(1), edges[edges < length], torch.tensor([length])]).long()
 
 
-def packed(length: int, median: float, sigma: float) -> Tensor:
-    """Ranges of causal documents of log-normal lengths."""
-    return document_ranges(edges_of(length, median, sigma))
+class Kinds(NamedTuple):
+    """A sequence: the ranges of each kind of layer, and what makes their masks for the placement, as a loader does."""
+
+    ranges: list[Tensor]
+    masks: Callable[[], list[Any]]
 
 
-def masks() -> Iterator[tuple[str, list[Tensor]]]:
-    """Name and ranges of each kind of layer."""
+def packed(edges: Tensor, *windows: int | None) -> Kinds:
+    """Causal documents, in layers with each of these windows."""
+    length, full, lengths = int(edges[-1]), document_ranges(edges), edges.diff().tolist()
+    cuts = [causal_ranges(length, window_size=(-1 if n is None else n, 0)) for n in windows]
+    return Kinds(
+        [intersect_ranges(full, mask) for mask in cuts], lambda: [placement.Documents(lengths, n, 0) for n in windows]
+    )
+
+
+def masks() -> Iterator[tuple[str, Kinds]]:
     short, long = 1 << 17, 1 << 20
-    yield "documents, 128K", [packed(short, 500, 1.5)]
-    yield "documents, 1M", [packed(long, 500, 1.5)]
-    yield "eight documents, 128K", [document_ranges(torch.tensor([0, 3, 9, 20, 36, 50, 71, 90, 128]) * 1024)]
-    yield "video, 1M", [block_causal_ranges(4096, length=long)]
-    full = packed(long, 500, 1.5)
-    yield "window and full, 1M", [intersect_ranges(full, causal_ranges(long, window_size=(4095, 0))), full]
-    yield "one causal sequence, 1M", [causal_ranges(long)]
+    yield "documents, 128K", packed(edges_of(short, 500, 1.5), None)
+    yield "documents, 1M", packed(edges_of(long, 500, 1.5), None)
+    yield "eight documents, 128K", packed(torch.tensor([0, 3, 9, 20, 36, 50, 71, 90, 128]) * 1024, None)
+    frames = block_causal_ranges(4096, length=long)
+    yield "video, 1M", Kinds([frames], lambda: [frames.numpy()])
+    yield "window and full, 1M", packed(edges_of(long, 500, 1.5), 4095, None)
+    yield "one causal sequence, 1M", packed(torch.tensor([0, long]), None)
 
 
 def described(layout: SequenceLayout, kinds: list[Tensor]) -> str:
@@ -58,25 +72,28 @@ def described(layout: SequenceLayout, kinds: list[Tensor]) -> str:
     return f"{areas.max() / areas.double().mean():.2f}, {100 * sent:.1f}%"
 
 
-def calculated(length: int, ranks: int) -> Iterator[str]:
-    """Rows of the second table: seconds of packed documents over ``ranks`` nodes, on average over drawn sequences."""
+def calculated(length: int, ranks: int, per_node: int) -> Iterator[str]:
+    """Rows of the second table: seconds of packed documents, on average over drawn sequences."""
     linears = 6 * _LINEARS * length / ranks / REFERENCE_FLOPS
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(_DRAWN):
         documents = tuple(edges_of(length, 500, 1.5, seed).diff().tolist())
+        shape = AttentionShape(
+            length=length, ranks=ranks, batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2, documents=documents,
+            ranks_per_node=per_node,
+        )  # fmt: skip
         balanced = placement.balanced([placement.ranges_of(documents, None, 0)], ranks)
-        for name, layout in (("zigzag", "zigzag"), ("contiguous", "contiguous"), ("balanced", balanced)):
-            shape = AttentionShape(
-                length=length, ranks=ranks, batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2, cp_layout=layout,
-                documents=documents,
-            )  # fmt: skip
-            least = min(seconds(shape, algorithm, _PORT) for algorithm in algorithms(shape))
-            found.setdefault(name, []).append((seconds(shape, Algorithm(1, False), _PORT), least))
+        chosen = select_layout([(1, shape)], None, _PORT).cp_layout
+        for name, layout in zip(_LAYOUTS, (*_LAYOUTS[:2], balanced, chosen), strict=True):
+            own = replace(shape, cp_layout=layout)
+            least = min(seconds(own, algorithm, _PORT) for algorithm in algorithms(own))
+            found.setdefault(name, []).append((seconds(own, Algorithm(1, False), _PORT), least))
     means = {name: torch.tensor(times).mean(0) for name, times in found.items()}
     for name, (ring, least) in means.items():
         zigzag, fastest = means["zigzag"]
         gains = zigzag / ring, fastest / least, (zigzag + linears) / (ring + linears)
-        yield f"| {name} | {1e3 * ring:.1f} | {1e3 * least:.1f} | " + " | ".join(f"{x:.2f}" for x in gains) + " |"
+        times = f"{1e3 * ring:.1f} | {1e3 * least:.1f}"
+        yield f"| {per_node} | {name} | {times} | " + " | ".join(f"{x:.2f}" for x in gains) + " |"
 
 
 @app.command()
@@ -87,16 +104,18 @@ def main() -> None:
         for ranks in (8, 64):
             seconds = []
             for _ in range(20):
-                before = time.perf_counter()
-                owners = placement.balanced([mask.numpy() for mask in kinds], ranks)
-                seconds.append(time.perf_counter() - before)
-            balanced = SequenceLayout(kinds[0].shape[1], ranks, owners)
+                before = time.thread_time()
+                owners = placement.balanced(kinds.masks(), ranks)
+                seconds.append(time.thread_time() - before)
+            balanced = SequenceLayout(kinds.ranges[0].shape[1], ranks, owners)
             layouts = [SequenceLayout(balanced.length, ranks, kind) for kind in ("zigzag", "contiguous")]
-            cells = " | ".join(described(layout, kinds) for layout in (*layouts, balanced))
+            cells = " | ".join(described(layout, kinds.ranges) for layout in (*layouts, balanced))
             typer.echo(f"| {name} | {ranks} | {cells} | {1e3 * min(seconds):.1f} |")
     typer.echo(
         "\nCalculated: attention of Llama 3 8B, forward and backward; tokens/s of zigzag's\n\n"
-        "| layout | ring ms | fastest ms | ring | fastest | layer with ring |\n|---|---:|---:|---:|---:|---:|"
+        "| ranks a node | layout | ring ms | fastest ms | ring | fastest | layer with ring |\n"
+        "|---:|---|---:|---:|---:|---:|---:|"
     )
-    for row in calculated(1 << 17, 8):
-        typer.echo(row)
+    for per_node in (1, 2, 4):
+        for row in calculated(1 << 17, 8, per_node):
+            typer.echo(row)

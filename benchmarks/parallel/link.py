@@ -150,16 +150,20 @@ class Session:
         dtype: A name of ``options.DTYPES``; ``None`` for bfloat16 on a GPU and float32 on a CPU.
         size: Ranks of a paced link. transport: ``"paced"``, ``"c10d"`` or ``"nccl"``, the last two under torchrun.
         links: GB/s of a paced link, measured one after another.
+        cpu_time: Times are CPU seconds of a process, all of its threads, in place of the clock on the wall.
 
     Attributes:
         shared: Columns of every row.
     """
 
     def __init__(
-        self, device: str, dtype: str | None, size: int, transport: str, links: Sequence[float], quick: bool
-    ) -> None:
+        self, device: str, dtype: str | None, size: int, transport: str, links: Sequence[float], quick: bool, *,
+        cpu_time: bool = False,
+    ) -> None:  # fmt: skip
         if any(not gb > 0 for gb in links):
             fail(f"a link must have a positive bandwidth, got {list(links)}")
+        if cpu_time and (transport == "paced" or options.chosen_device(device) == "cuda"):
+            fail("CPU seconds are of processes that compute on CPUs")
         if transport != "paced" and "RANK" not in os.environ:
             fail(f"the transport {transport} needs processes: torchrun --nproc-per-node N -m benchmarks ...")
         on_gpu = options.chosen_device(device) == "cuda"
@@ -171,7 +175,7 @@ class Session:
             fail("these ranks cannot send over nccl: it needs GPUs")
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype, self.size, self.links, self.quick = options.DTYPES[dtype], size, links, quick
-        self.transport, self.group = transport, None
+        self.transport, self.group, self._cpu_time = transport, None, cpu_time
         if transport != "paced":
             dist.init_process_group("nccl" if on_gpu else "gloo")
             self.group, self.size = dist.group.WORLD, dist.get_world_size()
@@ -194,7 +198,8 @@ class Session:
             if self.transport == "nccl":
                 use_transport(self.group, "nccl")
             real = transport_of(self.group, self.device) if self.transport == "nccl" else C10dTransport(self.group)
-            yield real, {"transport": real.capabilities.name, "link_gb_per_s": None}
+            name = real.capabilities.name + (", CPU time" if self._cpu_time else "")
+            yield real, {"transport": name, "link_gb_per_s": None}
             return
         for gb in self.links:
             speed = 1e9 * gb if self.device.type == "cuda" else bandwidth(gb)
@@ -207,7 +212,8 @@ class Session:
             timer: Timer = device_timer(self.device)
             rounds = Rounds(3, 5) if self.quick else Rounds(9, 30, 20.0)
         else:
-            timer, rounds = HostTimer(self.device, group=self.group), Rounds(3 if self.quick else 20)
+            clock = time.process_time if self._cpu_time else time.perf_counter
+            timer, rounds = HostTimer(self.device, group=self.group, clock=clock), Rounds(3 if self.quick else 20)
         stats = take_turns(calls, timer, rounds)
         seconds = torch.tensor([stats[name].median for name in calls], dtype=torch.float64, device=self.device)
         if self.group is not None:

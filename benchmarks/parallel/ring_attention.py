@@ -31,10 +31,11 @@ from benchmarks.harness.timing import Call, Rounds, device_timer, take_turns
 from benchmarks.parallel.link import Session
 from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.context_parallel import SequenceLayout
+from parallel_ops.context_parallel.batch_layout import layout_for
 from parallel_ops.context_parallel.cost import keys_sent
 from parallel_ops.context_parallel.schedule.blocks import pack_keys
-from parallel_ops.context_parallel.schedule.ring import KVGradReducer, KVPrefetcher
+from parallel_ops.context_parallel.schedule.ring import KeyGradients, key_steps
+from parallel_ops.context_parallel.schedule.rows import Rows
 from parallel_ops.context_parallel.schedule.ulysses import Placement, attention_backward, attention_forward
 from parallel_ops.ops.attention.flash_attention import flash_attention
 from parallel_ops.ops.attention.options import AttentionOptions
@@ -138,9 +139,10 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     size, rank = transport.size, transport.rank
     bounds = shape.cu_seqlens(size, device)
     options = AttentionOptions(cu_seqlens=bounds, softmax_scale=shape.head_dim**-0.5, right=0)
-    placement = Placement(_OP, size * shape.tokens, shape.layout, 1, False)
+    layout = layout_for(size * shape.tokens, size, shape.layout, options.host_ranges(size * shape.tokens))
+    placement = Placement(_OP, layout.length, layout.cp_layout, 1, False)
     call = placement, transport, options
-    s = SequenceLayout(size * shape.tokens, size, shape.layout).lengths[rank]
+    s = layout.lengths[rank]
     q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
     grad = torch.randn_like(q)
     ring = placement.ring(*call[1:], shape.heads, device)
@@ -153,13 +155,11 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
 
     def transfer(direction: str) -> None:
         for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:
-            returns = KVGradReducer(ring, shares.clone()) if phase == "both" else None
-            feed = KVPrefetcher(ring, kv)
-            for step in range(1, size):
-                _, keys = feed.take()
-                if returns is not None:
-                    returns.post(step, shares[: len(keys)].contiguous())
-            if returns is not None:
+            returns = KeyGradients(ring)
+            for number, keys in key_steps(ring, kv):
+                if phase == "both":
+                    returns.add(number, Rows(keys.parts, shares[: len(keys.rows)].clone()))
+            if phase == "both":
                 returns.total()
 
     return {
@@ -174,8 +174,13 @@ def main(
     link: options.Links = None,
     size: Annotated[int, typer.Option(help="Ranks of the paced link; else those of torchrun.")] = 8,
     tokens: Annotated[int | None, typer.Option(help="Of a rank: 8192 on a GPU, 512 on a CPU by default.")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="zigzag, striped or contiguous; repeatable.")] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="zigzag, striped, contiguous or balanced; repeatable.")
+    ] = None,
     documents: Annotated[int, typer.Option(help="Measured too: a sequence of so many documents.")] = 8,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="CPU seconds of a process of --processes, where others use the machine.")
+    ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = None,
     quick: options.Quick = False,
@@ -185,8 +190,8 @@ def main(
 
     Rows go to benchmarks/results/DEVICE-ring_attention.csv, those of --quick to benchmarks/results/quick.
     """
-    options.check("layout", layout, ("zigzag", "striped", "contiguous"))
-    session = Session(device, dtype, size, "c10d" if processes else "paced", link or _LINKS, quick)
+    options.check("layout", layout, ("zigzag", "striped", "contiguous", "balanced"))
+    session = Session(device, dtype, size, "c10d" if processes else "paced", link or _LINKS, quick, cpu_time=cpu_time)
     if session.size < 2:
         fail(f"a ring has at least 2 ranks, got {session.size}")
     if session.device.type == "cpu":
@@ -195,7 +200,7 @@ def main(
     base = dataclasses.replace(base, tokens=tokens or base.tokens)
     shapes = [dataclasses.replace(base, layout=name) for name in layout or ("zigzag", "striped")]
     if documents > 1:
-        shapes.append(dataclasses.replace(base, documents=documents))
+        shapes += [dataclasses.replace(base, documents=documents, layout=name) for name in ("zigzag", "balanced")]
     rows = [row for shape in shapes for row in _rows(session, shape)]
     session.end("ring_attention", rows, _table(rows), output)
 

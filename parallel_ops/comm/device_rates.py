@@ -17,11 +17,13 @@ class Rates:
         flops: of large matmuls, per second.
         bandwidth: bytes per second that one rank sends.
         latency: seconds of a message.
+        inside: bytes per second to ranks of the same node; ``None`` if that is ``bandwidth``.
     """
 
     flops: float
     bandwidth: float
     latency: float = 10e-6
+    inside: float | None = None
 
 
 # Of A100, H100 and B200, by major compute capability: dense 16-bit FLOP/s and NVLink one way, bytes per second.
@@ -56,8 +58,8 @@ def rates_of(device: torch.device, dtype: torch.dtype, group: ProcessGroup) -> R
     rates = _device_rates(index)
     if rates is None:
         return None
-    bandwidth = _NETWORK if _spans_nodes(group) else rates.bandwidth
-    return replace(rates, flops=rates.flops / _SLOWDOWN.get(dtype, 1.0), bandwidth=bandwidth)
+    rates = replace(rates, flops=rates.flops / _SLOWDOWN.get(dtype, 1.0))
+    return replace(rates, bandwidth=_NETWORK, inside=rates.bandwidth) if _spans_nodes(group) else rates
 
 
 def _spans_nodes(group: ProcessGroup) -> bool:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from parallel_ops.context_parallel.algorithm import ring_attention_algorithm
     from parallel_ops.context_parallel.attention import ring_attention, ring_attention_reference
-    from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
+    from parallel_ops.context_parallel.cost import Algorithm, Link
+    from parallel_ops.context_parallel.counts import AttentionShape
     from parallel_ops.context_parallel.layouts import SequenceLayout, join_sequence, split_sequence
 
 __all__ = [
@@ -25,7 +26,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("AttentionShape", "Link", "Algorithm"), "cost"),
+    **dict.fromkeys(("Link", "Algorithm"), "cost"),
+    "AttentionShape": "counts",
     **dict.fromkeys(("SequenceLayout", "join_sequence", "split_sequence"), "layouts"),
     **dict.fromkeys(("ring_attention", "ring_attention_reference"), "attention"),
     "ring_attention_algorithm": "algorithm",

@@ -3,19 +3,22 @@
 The arguments that place tokens on ranks are checked here as well, since the algorithms depend on them.
 """
 
+import os
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops.comm.device_rates import rates_of
-from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
+from parallel_ops.context_parallel.cost import Algorithm, Link
+from parallel_ops.context_parallel.counts import AttentionShape
 from parallel_ops.context_parallel.layouts import Layout
 from parallel_ops.context_parallel.selection import Selection, select
-from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths
-from parallel_ops.ops.attention.cache import once
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths, ranks_on_nodes
+from parallel_ops.ops.attention.cache import known_on_host, once
 from parallel_ops.ops.attention.options import AttentionOptions
 
 NAME = "ring_attention"
@@ -47,7 +50,16 @@ def ring_attention_algorithm(
     """
     check_placement(q, group, cp_layout, "auto", length, None)
     shape = _shape(q, k, group, cp_layout, causal, window_size, _documents(cu_seqlens, q, group, length), length)
-    return select(shape, _link(q, group))
+    return select(shape, link_of(q.device, q.dtype, group))
+
+
+def ranks_per_node(group: ProcessGroup) -> int:
+    """Ranks of the group on each node, by ``LOCAL_WORLD_SIZE`` of torchrun; 1 if they are not as many adjacent ones on
+    every node, or all on one."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdecimal() or not int(local):
+        return 1
+    return ranks_on_nodes(dist.get_process_group_ranks(group), int(local))
 
 
 def check_placement(
@@ -55,9 +67,7 @@ def check_placement(
     ulysses_degree: int | None,
 ) -> None:  # fmt: skip
     """Raises for arguments that are wrong on this rank alone; also in a group of one rank."""
-    kind = layout_name(cp_layout)
-    if kind not in (*LAYOUTS, "balanced"):
-        raise ValueError(f"{NAME}: cp_layout must be one of {', '.join(LAYOUTS)}, balanced, got {cp_layout!r}")
+    kind = layout_name(cp_layout, NAME)
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if ulysses_degree is not None:
@@ -101,6 +111,7 @@ def _shape(
         causal=causal,
         window_size=window_size,
         documents=documents,
+        ranks_per_node=1 if group is None else ranks_per_node(group),
     )
 
 
@@ -108,24 +119,25 @@ def _documents(
     cu_seqlens: Tensor | None, q: Tensor, group: ProcessGroup | None, length: int | None
 ) -> tuple[int, ...] | bool:
     """Lengths of documents, if they can be read without waiting for a device; else whether there are any."""
-    if cu_seqlens is None or not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+    host = None if cu_seqlens is None or torch.compiler.is_compiling() else known_on_host(cu_seqlens)
+    if host is None:
         return cu_seqlens is not None
     whole = q.shape[0] * group_size(group) if length is None else length
 
     def read() -> tuple[int, ...] | bool:
-        found = tuple(cu_seqlens.diff().tolist())
+        found = tuple(host.diff().tolist())
         # Ranks find out together that documents are no such lengths.
         return found if sum(found) == whole and min(found, default=0) >= 0 else True
 
-    return once(cu_seqlens, ("lengths", whole), read)
+    return once(host, ("lengths", whole), read)
 
 
-def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
-    """The measured rates of the device and the group's links; ``None`` on a CPU."""
-    rates = None if group is None else rates_of(q.device, q.dtype, group)
+def link_of(device: torch.device, dtype: torch.dtype, group: ProcessGroup | None) -> Link | None:
+    """The assumed rates of the device and the group's links; ``None`` on a CPU."""
+    rates = None if group is None else rates_of(device, dtype, group)
     if rates is None:
         return None
-    return Link(_GEMM_SHARE * rates.flops, rates.bandwidth, rates.latency)
+    return Link(_GEMM_SHARE * rates.flops, rates.bandwidth, rates.latency, rates.inside)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -156,7 +168,7 @@ def select_algorithm(
             return Algorithm(_compiled_ulysses_degree(size, q.shape[2], heads, *mask), False)
         documents = _documents(options.cu_seqlens, q, group, length) or options.packed
         shape = _shape(q, k, group, cp_layout, *mask, documents, length)
-        return select(shape, _link(q, group)).algorithm
+        return select(shape, link_of(q.device, q.dtype, group)).algorithm
     if algorithm in ("ring", "all_gather"):
         return Algorithm(1, algorithm == "all_gather")
     if algorithm == "all_to_all":

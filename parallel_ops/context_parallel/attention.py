@@ -5,8 +5,9 @@ Each rank has some of the tokens and passes their queries, keys and values. Four
     ring         keys and values travel while blocks are computed, and each block is merged into a running result
     all_to_all   ranks exchange tokens for heads, attend to the whole sequence in their heads, and exchange back
     hybrid       all-to-all in groups of ``ulysses_degree`` ranks, and a ring across the groups
-    all_gather   all keys and values are gathered first, for few kv heads or many documents; over several nodes, which
-                 ``LOCAL_WORLD_SIZE`` tells apart, each crosses the link between them once a node
+    all_gather   all keys and values are gathered first, for few kv heads or many documents
+
+Over several nodes, by ``LOCAL_WORLD_SIZE``, keys and their gradients cross the link between them once a node.
 
 The bytes that a rank sends, and the length above which a ring hides them, are in ``cost.py``; the schedules in
 ``schedule/``. Results of steps are merged in fp32, and gradients of keys are sent to their owner in fp32, so the error
@@ -31,10 +32,15 @@ from parallel_ops._internal.tensor_format import TensorFormat, from_sbhd, to_sbh
 from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors
 from parallel_ops.comm.transport.registry import transport_of
-from parallel_ops.context_parallel.algorithm import NAME, AlgorithmName, check_placement, select_algorithm
-from parallel_ops.context_parallel.calls import balanced_for, check_calls, named_layout
-from parallel_ops.context_parallel.layouts import Layout, SequenceLayout
-from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
+from parallel_ops.context_parallel.algorithm import (
+    NAME,
+    AlgorithmName,
+    check_placement,
+    ranks_per_node,
+    select_algorithm,
+)
+from parallel_ops.context_parallel.calls import balanced_for, check_calls
+from parallel_ops.context_parallel.layouts import Layout, SequenceLayout, named_layout
 from parallel_ops.context_parallel.schedule.ulysses import (
     Placement,
     attention_backward,
@@ -140,7 +146,7 @@ def ring_attention(
         torch.Size([128, 2, 8, 32])
     """
     name = group_name(NAME, group)
-    layout, length = named_layout(cp_layout, length, group)
+    layout, length = named_layout(NAME, cp_layout, length, group)
     arguments: AttentionArguments = {
         "causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "sink": sink, "softcap": softcap,
         "dropout_p": dropout_p, "dropout_seed": dropout_seed, "cu_seqlens": cu_seqlens, "key_ranges": key_ranges,
@@ -186,7 +192,7 @@ def ring_attention_reference(
 ) -> Tensor:
     """The same in plain PyTorch: gathers everything, keeps all scores in memory, and has second derivatives."""
     size = group_size(group)
-    layout, length = named_layout(cp_layout, length, group)
+    layout, length = named_layout(NAME, cp_layout, length, group)
     q, k, v = (to_sbhd(t, tensor_format) for t in (q, k, v))
     length = q.shape[0] * size if length is None else length
     if layout == "balanced":

@@ -2,10 +2,12 @@
 
 import functools
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
-from parallel_ops.context_parallel.cost import AttentionShape
+from parallel_ops.context_parallel.cost import Link
+from parallel_ops.context_parallel.counts import AttentionShape
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.ops.attention.cache import on_host, once
@@ -38,10 +40,24 @@ def layout_for(
     return once(host, ("layout", ranks, cuts), placed)
 
 
+class Heads(NamedTuple):
+    """Number of heads of an attention on a rank and their width, and the rates by which ``"auto"`` counts seconds."""
+
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+    link: Link | None = None
+    ranks_per_node: int = 1
+
+
 def document_layout(
-    op: str, length: int, ranks: int, cp_layout: str, cu_seqlens: Tensor | None, cuts: tuple[Cut, ...]
-) -> SequenceLayout:
+    op: str, length: int, ranks: int, cp_layout: str, cu_seqlens: Tensor | None, cuts: tuple[Cut, ...],
+    heads: Heads | None = None,
+) -> SequenceLayout:  # fmt: skip
     """``layout_for`` packed documents; values on a GPU are read once.
+
+    Args:
+        heads: with its rates ``"auto"`` is the layout that takes the fewest seconds.
 
     Raises:
         ValueError: ``cu_seqlens`` does not rise from 0 to ``length``.
@@ -51,7 +67,7 @@ def document_layout(
     bounds = tuple(on_host(cu_seqlens).tolist())
     if wrong := documents_error(bounds, length):
         raise ValueError(f"{op}: {wrong}")
-    return _of_documents(tuple(end - start for start, end in pairwise(bounds)), ranks, cp_layout, cuts)
+    return _of_documents(tuple(end - start for start, end in pairwise(bounds)), ranks, cp_layout, cuts, heads)
 
 
 def documents_error(bounds: tuple[int, ...], length: int) -> str | None:
@@ -62,19 +78,23 @@ def documents_error(bounds: tuple[int, ...], length: int) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_documents(documents: tuple[int, ...], ranks: int, cp_layout: str, cuts: tuple[Cut, ...]) -> SequenceLayout:
-    """The balanced layout of documents of these lengths, or with ``"auto"`` the one that shares them evenly and sends
-    least then: by counts, so the same on all ranks."""
+def _of_documents(
+    documents: tuple[int, ...], ranks: int, cp_layout: str, cuts: tuple[Cut, ...], heads: Heads | None = None
+) -> SequenceLayout:
+    """The balanced layout of documents of these lengths, or with ``"auto"`` the fastest, without rates the one that
+    shares them evenly and sends least then: by counts, so the same on all ranks."""
     if cp_layout == "auto":
+        heads = heads or Heads()
         kinds = [
             (count, AttentionShape(
-                length=sum(documents), ranks=ranks, batch=1, heads=1, kv_heads=1, head_dim=1, itemsize=2,
-                causal=right == 0, documents=documents,
+                length=sum(documents), ranks=ranks, batch=1, heads=heads.heads, kv_heads=heads.kv_heads,
+                head_dim=heads.head_dim, itemsize=2, causal=right == 0, documents=documents,
                 window_size=(-1 if left is None else left, -1 if right is None else right),
+                ranks_per_node=heads.ranks_per_node,
             ))
             for left, right, count in cuts
         ]  # fmt: skip
-        return SequenceLayout(sum(documents), ranks, select_layout(kinds, None, None).cp_layout)
+        return SequenceLayout(sum(documents), ranks, select_layout(kinds, None, heads.link).cp_layout)
     from parallel_ops.context_parallel.placement import balanced, ranges_of  # needs numpy
 
     masks = [ranges_of(documents, left, right) for left, right, _ in cuts]

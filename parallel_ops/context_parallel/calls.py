@@ -6,35 +6,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.groups import group_size, resolve_group
+from parallel_ops._internal.distributed.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
 from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
-from parallel_ops.context_parallel.algorithm import NAME
+from parallel_ops.context_parallel.algorithm import NAME, ranks_per_node
 from parallel_ops.context_parallel.batch_layout import document_layout, documents_error, layout_for
 from parallel_ops.context_parallel.cost import Algorithm
-from parallel_ops.context_parallel.layouts import SequenceLayout
-from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
 from parallel_ops.context_parallel.schedule.ulysses import Placement
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
-
-
-def named_layout(
-    cp_layout: str | SequenceLayout, length: int | None, group: ProcessGroup | None
-) -> tuple[str, int | None]:
-    """The name of the layout, and the length that it has or that is given."""
-    if not isinstance(cp_layout, SequenceLayout):
-        return cp_layout, length
-    size = group_size(group)
-    if cp_layout.ranks != size or length not in (None, cp_layout.length):
-        given = "" if length is None else f", length={length}"
-        raise ValueError(
-            f"{NAME}: cp_layout is of {cp_layout.length} tokens over {cp_layout.ranks} ranks, but the group has "
-            f"{size}{given}"
-        )
-    return cp_layout.cp_layout, cp_layout.length
 
 
 def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
@@ -73,7 +55,8 @@ def check_calls(
         *placement._replace(cp_layout=placement.layout)[1:],
         *tensors,
         gradients,
-        nodes := placement.all_gather and ranks_per_node(group),
+        options.known_on_host,
+        nodes := ranks_per_node(group),
     )  # no name of the group
     of_values = "" if v.shape[3] == q.shape[3] else f" with values of {v.shape[3]}"
     window = tuple(-1 if n is None else n for n in (options.left, options.right))

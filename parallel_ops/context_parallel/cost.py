@@ -9,6 +9,8 @@ that is summed. Bytes that a rank sends for one attention:
                      backward  (P - 1) / P n b (2 (H + G) d w + 3 H a)      dO, C, W and D there, dq, dk, dv back
     hybrid of U      all-to-all over U, and a ring over P / U whose steps have n U tokens of G / U heads
 
+    two levels       of a key and its gradient one copy for each other node, and inside of nodes what neighbours see
+
 That is without a mask; M, Z, C, W and D are the numbers of a row in ``ops/attention/block.py``. Keys that are not
 visible to the receiver's queries are not sent. Under a causal mask in zigzag layout, each step sends all keys of a rank
 or their first half, three quarters over all steps; in contiguous layout half on average.
@@ -20,25 +22,15 @@ backward:
     n  >=  w G F / (H B)   forward        n  >=  2 (w + a) G F / (5 H B)   backward        half of that if not causal
 
 ``seconds`` are those of the slowest rank: its arithmetic, all of an all-to-all and of an all-gather, and the part of a
-ring that is not hidden. With lengths of documents, visible pairs and keys are counted (``placement.py``); where the
-device alone knows them, nothing counts as hidden. ``selection.py`` compares.
+ring that is not hidden; both levels send at the same time. With lengths of documents, visible pairs and keys are
+counted (``placement.py``); where the device alone knows them, nothing counts as hidden. ``selection.py`` compares.
 """
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.context_parallel.token_ranges import (
-    LAYOUTS,
-    count_tokens,
-    layout_of,
-    lengths,
-    shard_ranges,
-    ulysses_ranks,
-    visible_keys,
-)
+from parallel_ops.context_parallel.counts import AttentionShape, counts, hops
+from parallel_ops.context_parallel.token_ranges import lengths, ulysses_ranks
 
 # Seconds that a step of a ring takes beside its arithmetic: launches, and the merge of its result.
 _STEP_SECONDS = 20e-6
@@ -52,45 +44,6 @@ class Sent(NamedTuple):
 
     forward: float
     backward: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """An attention over a sequence that ``ranks`` ranks share.
-
-    Args:
-        length: tokens of the whole sequence. itemsize: bytes of an element of q, k and v.
-        window_size: as in ``flash_attention``.
-        documents: lengths of packed documents, inside of which attention stays; ``True`` if they are not known here.
-
-    Raises:
-        ValueError: the documents do not make up the sequence.
-    """
-
-    length: int
-    ranks: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-    cp_layout: str = "zigzag"
-    causal: bool = True
-    window_size: tuple[int, int] = (-1, -1)
-    documents: tuple[int, ...] | bool = False
-
-    def __post_init__(self) -> None:
-        found = self.documents
-        if isinstance(found, tuple) and (sum(found) != self.length or min(found, default=0) < 0):
-            raise ValueError(
-                f"AttentionShape: documents must be lengths of {self.length} tokens in all, got {sum(found)}"
-            )
-
-    @property
-    def bounds(self) -> tuple[int | None, int | None]:
-        """Keys before and after a query's own place that it sees; ``None`` for all."""
-        left, right = (None if n < 0 else n for n in self.window_size)
-        return left, 0 if self.causal else right
 
 
 class Algorithm(NamedTuple):
@@ -113,11 +66,21 @@ class Algorithm(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Rates of a rank: FLOP/s of attention, bytes per second that it sends, seconds of latency of an exchange."""
+    """Rates of a rank.
+
+    Attributes:
+        flops: FLOP/s of attention. bandwidth: bytes per second that it sends. latency: seconds of an exchange.
+        inside: bytes per second to ranks of its node, where that is another link.
+    """
 
     flops: float
     bandwidth: float
     latency: float = 0.0
+    inside: float | None = None
+
+    def seconds(self, between: float, inside: float) -> float:
+        """Seconds of bytes between nodes and inside of one."""
+        return max(between / self.bandwidth, inside / (self.inside or self.bandwidth))
 
 
 def summed(itemsize: int) -> int:
@@ -150,87 +113,51 @@ def heads_sent(
 
 def sent(shape: AttentionShape, algorithm: Algorithm) -> list[Sent]:
     """The bytes that each rank sends."""
+    return [_total(levels) for levels in sent_by_level(shape, algorithm)]
+
+
+def sent_by_level(shape: AttentionShape, algorithm: Algorithm) -> list[tuple[Sent, Sent]]:
+    """The bytes that each rank sends to other nodes, and to ranks of its own."""
     exchanged, keys = _all_to_all_sent(shape, algorithm.ulysses_degree), _keys_sent(shape, algorithm.ulysses_degree)
-    return [Sent(a.forward + b.forward, a.backward + b.backward) for a, b in zip(exchanged, keys, strict=True)]
+    return [
+        (_total(between), _total(inside))
+        for between, inside in (zip(a, b, strict=True) for a, b in zip(exchanged, keys, strict=True))
+    ]
 
 
-def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
-    """The bytes of each rank's all-to-all."""
-    own = lengths(shape.cp_layout, shape.length, shape.ranks)
+def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[tuple[Sent, Sent]]:
+    """The bytes of each rank's all-to-all, by level."""
+    own, m = lengths(shape.cp_layout, shape.length, shape.ranks), shape.ranks_per_node
     queries, keys = (shape.batch * shape.head_dim * n / ulysses_degree for n in (shape.heads, shape.kv_heads))
     heads = shape.batch * shape.heads / ulysses_degree
-    return [
-        _total(
+
+    def of_rank(rank: int, inside: bool) -> Sent:
+        return _total(
             heads_sent(own[rank], own[other], queries, 2 * keys, queries, heads, shape.itemsize)
             for other in ulysses_ranks(shape.cp_layout, shape.ranks, rank, ulysses_degree)
-            if other != rank
+            if other != rank and (other // m == rank // m) == inside
         )
-        for rank in range(shape.ranks)
-    ]
+
+    return [(of_rank(rank, False), of_rank(rank, True)) for rank in range(shape.ranks)]
 
 
-def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
-    """The bytes of keys, and of their gradients, that each rank sends."""
-    rows = counts(shape, ulysses_degree)[1]
+def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[tuple[Sent, Sent]]:
+    """The bytes of keys, and of their gradients, that each rank sends, by level."""
     width = 2 * shape.batch * shape.kv_heads / ulysses_degree * shape.head_dim
-    of_union = [
-        keys_sent(sum(leaving), sum(returning), width, shape.itemsize)
-        for leaving, returning in zip(rows, zip(*rows, strict=True), strict=True)
-    ]
-    return [of_union[_union(shape, rank, ulysses_degree)] for rank in range(shape.ranks)]
-
-
-def _union(shape: AttentionShape, rank: int, ulysses_degree: int) -> int:
-    """The index of a rank's ``ulysses_ranks`` among those of all ranks."""
-    ring_degree = shape.ranks // ulysses_degree
-    return rank % ring_degree if shape.cp_layout == "striped" else rank // ulysses_degree
-
-
-@functools.lru_cache(maxsize=256)
-def counts(shape: AttentionShape, ulysses_degree: int) -> tuple[list[float], list[list[int]]]:
-    """Visible pairs of the queries of each rank and its ``ulysses_ranks`` together, and the keys ``[source][target]``
-    that such queries see of others."""
-    ring_degree = shape.ranks // ulysses_degree
-    first = 1 if shape.cp_layout == "striped" else ulysses_degree
-    shards = [
-        shard_ranges(shape.cp_layout, shape.length, shape.ranks, i * first, ulysses_degree) for i in range(ring_degree)
-    ]
-    if isinstance(shape.documents, tuple):
-        # Needed here alone, and with it NumPy.
-        from parallel_ops.context_parallel.placement import area, ranges_of, rows_sent
-
-        layout, ranges = shape.cp_layout, ranges_of(shape.documents, *shape.bounds)
-        if layout not in LAYOUTS:
-            layout = layout_of([int(owner) // ulysses_degree for owner in layout.split(",")])
-        areas: list[float] = area(ranges, layout, ring_degree).tolist()
-        if layout == "striped":  # each document that is longer than the ranks needs all of its keys
-            return areas, [[0 if q is k else count_tokens(k) for q in shards] for k in shards]
-        return areas, rows_sent(ranges, layout, ring_degree).tolist()
-    return [_pairs(shard, shape) for shard in shards], [
-        [0 if q is k else count_tokens(visible_keys(k, q, *shape.bounds)) for q in shards] for k in shards
-    ]
+    of_union = []
+    for steps in hops(shape, ulysses_degree):
+        between, inside = (
+            _total(keys_sent(*step[level], width, shape.itemsize) for step in steps) for level in range(2)
+        )
+        of_union.append((between, inside))
+    if shape.cp_layout == "striped":
+        return of_union * ulysses_degree
+    return [of_union[rank // ulysses_degree] for rank in range(shape.ranks)]
 
 
 def _total(parts: Iterable[Sent]) -> Sent:
     listed = list(parts)
     return Sent(sum(s.forward for s in listed), sum(s.backward for s in listed))
-
-
-def hiding_tokens(shape: AttentionShape, *, bandwidth: float, flops: float) -> Sent:
-    """The number of tokens per rank above which a ring hides its transfers, forward and backward.
-
-    Args:
-        bandwidth: bytes/s that a rank sends. flops: FLOP/s of a rank.
-
-    Raises:
-        ValueError: with a window or documents a step does not grow with the square of its tokens; in contiguous layout
-            under a causal mask ranks wait for each other.
-    """
-    if max(shape.window_size) >= 0 or shape.documents or (shape.causal and shape.cp_layout == "contiguous"):
-        raise ValueError("hiding_tokens: there is no such length with a window, documents or causal contiguous tokens")
-    half = 1 if shape.causal else 2
-    w, group = shape.itemsize, shape.heads / shape.kv_heads
-    return Sent(w * flops / (half * group * bandwidth), 2 * (w + summed(w)) * flops / (5 * half * group * bandwidth))
 
 
 def algorithms(shape: AttentionShape) -> list[Algorithm]:
@@ -242,37 +169,25 @@ def algorithms(shape: AttentionShape) -> list[Algorithm]:
 def seconds(shape: AttentionShape, algorithm: Algorithm, link: Link) -> float:
     """Seconds of forward and backward together on the slowest rank."""
     u = algorithm.ulysses_degree
-    areas, rows = counts(shape, u)
+    areas = counts(shape, u)[0]
     work = 4 * shape.head_dim * shape.heads / u * shape.batch / link.flops
-    total = max(sum(s) for s in _all_to_all_sent(shape, u)) / link.bandwidth + (4 * link.latency if u > 1 else 0.0)
+    total = max(link.seconds(*map(sum, levels)) for levels in _all_to_all_sent(shape, u))
+    total += 4 * link.latency if u > 1 else 0.0
     if algorithm.all_gather:
-        waited = max(sum(s) for s in _keys_sent(shape, u)) / link.bandwidth + 3 * link.latency
+        waited = max(link.seconds(*map(sum, levels)) for levels in _keys_sent(shape, u)) + 3 * link.latency
         return total + 3.5 * work * max(areas) + waited
     width = 2 * shape.batch * shape.kv_heads / u * shape.head_dim
     slowest = 0.0
-    for area, arriving in zip(areas, zip(*rows, strict=True), strict=True):
-        hops = [keys_sent(n, n, width, shape.itemsize) for n in arriving if n]
-        found = 3.5 * work * area + 2 * len(hops) * _STEP_SECONDS
-        for share, sizes in ((1.0, [hop.forward for hop in hops]), (2.5, [hop.backward for hop in hops])):
-            hidden = 0.0 if shape.documents is True else share * work * area / (len(hops) + 1)
-            found += sum(max(0.0, size / link.bandwidth + link.latency - hidden) for size in sizes)
+    for area, steps in zip(areas, hops(shape, u), strict=True):
+        arriving = [[keys_sent(keys.arriving, keys.arriving, width, shape.itemsize) for keys in step] for step in steps]
+        arriving = [step for step in arriving if any(map(sum, step))]
+        found = 3.5 * work * area + 2 * len(arriving) * _STEP_SECONDS
+        for direction, share in enumerate((1.0, 2.5)):
+            hidden = 0.0 if shape.documents is True else share * work * area / (len(arriving) + 1)
+            waits = (link.seconds(*(level[direction] for level in step)) + link.latency for step in arriving)
+            found += sum(max(0.0, wait - hidden) for wait in waits)
         slowest = max(slowest, found)
     return total + slowest
-
-
-def _pairs(shard: Sequence[TokenRange], shape: AttentionShape) -> float:
-    """The number of (query, key) pairs to compute for a shard's queries."""
-    left, right = shape.bounds
-    widest = shape.length if left is None else left + 1
-    if right != 0:
-        return count_tokens(shard) * min(shape.length, widest + (shape.length if right is None else right))
-    total = 0
-    for part in shard:
-        # Query p sees min(p + 1, widest) keys.
-        growing = min(part.length, max(0, -(-(widest - part.start) // part.step)))
-        total += growing * (part.start + 1) + part.step * growing * (growing - 1) // 2
-        total += (part.length - growing) * widest
-    return total
 
 
 def gathered_bytes(shape: AttentionShape) -> float:

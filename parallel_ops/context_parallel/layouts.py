@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.collectives import gather_from_group
-from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths, shard_ranges
+from parallel_ops.context_parallel.token_ranges import layout_name, lengths, shard_ranges
 from parallel_ops.ops.attention.ranges import range_error
 
 Layout = Literal["zigzag", "striped", "contiguous", "balanced"]
@@ -60,12 +60,12 @@ class SequenceLayout:
                 raise TypeError(f"SequenceLayout: {name} must be an int, got {type(value).__name__}")
             if value < least:
                 raise ValueError(f"SequenceLayout: {name} must be at least {least}, got {value}")
-        kind = layout_name(self.cp_layout)
-        if kind not in (*LAYOUTS, "balanced"):
-            raise ValueError(f"SequenceLayout: cp_layout must be one of {', '.join(LAYOUTS)}, got {self.cp_layout!r}")
         if self.cp_layout == "balanced":
             raise ValueError("SequenceLayout: a balanced layout depends on masks; SequenceLayout.balanced makes it")
-        if kind == "balanced" and (last := max(map(int, self.cp_layout.split(",")))) >= self.ranks:
+        if (
+            layout_name(self.cp_layout) == "balanced"
+            and (last := max(map(int, self.cp_layout.split(",")))) >= self.ranks
+        ):
             raise ValueError(f"SequenceLayout: cp_layout has chunks of rank {last}, but there are {self.ranks} ranks")
 
     @classmethod
@@ -171,13 +171,20 @@ class SequenceLayout:
             raise ValueError(f"SequenceLayout: dimension {dim} must have {length} tokens, got {list(x.shape)}")
 
 
-def _of(length: int, ranks: int, cp_layout: "str | SequenceLayout") -> SequenceLayout:
-    """``cp_layout`` for ``ranks``, as a layout of ``length`` tokens."""
+def named_layout(
+    op: str, cp_layout: str | SequenceLayout, length: int | None, group: ProcessGroup | None
+) -> tuple[str, int | None]:
+    """The name of the layout, and the length that it has or that is given."""
     if not isinstance(cp_layout, SequenceLayout):
-        return SequenceLayout(length, ranks, cp_layout)
-    if cp_layout.ranks != ranks:
-        raise ValueError(f"cp_layout must be a SequenceLayout of {ranks} ranks, got one of {cp_layout.ranks}")
-    return cp_layout
+        return cp_layout, length
+    size = group_size(group)
+    if cp_layout.ranks != size or length not in (None, cp_layout.length):
+        given = "" if length is None else f", length={length}"
+        raise ValueError(
+            f"{op}: cp_layout is of {cp_layout.length} tokens over {cp_layout.ranks} ranks, but the group has "
+            f"{size}{given}"
+        )
+    return cp_layout.cp_layout, cp_layout.length
 
 
 def split_sequence(
@@ -198,7 +205,8 @@ def split_sequence(
         >>> split_sequence(torch.arange(10), None).shape  # group=mesh["cp"].get_group() under torchrun
         torch.Size([10])
     """
-    return _of(x.shape[dim], group_size(group), cp_layout).shard(x, group_rank(group), dim=dim)
+    name, _ = named_layout("split_sequence", cp_layout, x.shape[dim], group)
+    return SequenceLayout(x.shape[dim], group_size(group), name).shard(x, group_rank(group), dim=dim)
 
 
 def join_sequence(
@@ -225,7 +233,8 @@ def join_sequence(
         torch.Size([10])
     """
     size = group_size(group)
-    whole = _of(x.shape[dim] * size if length is None else length, size, cp_layout)
+    name, length = named_layout("join_sequence", cp_layout, length, group)
+    whole = SequenceLayout(x.shape[dim] * size if length is None else length, size, name)
     gathered = gather_from_group(x, group, dim=dim, sizes=whole.lengths)
     return whole.join(gathered.split(list(whole.lengths), dim=dim), dim=dim)
 

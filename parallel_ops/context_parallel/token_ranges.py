@@ -68,9 +68,17 @@ def layout_of(owners: Sequence[int]) -> str:
     return ",".join(map(str, owners))
 
 
-def layout_name(layout: str) -> str:
-    """The kind of a layout: ``"balanced"`` for one that is named by the ranks of its chunks."""
-    return "balanced" if layout.replace(",", "").isdecimal() else layout
+def layout_name(layout: str, op: str = "SequenceLayout") -> str:
+    """The kind of a layout: ``"balanced"`` for one that is named by the ranks of its chunks.
+
+    Raises:
+        ValueError: there is no such layout.
+    """
+    if layout in LAYOUTS:
+        return layout
+    if layout != "balanced" and not layout.replace(",", "").isdecimal():
+        raise ValueError(f"{op}: cp_layout must be one of {', '.join(LAYOUTS)}, balanced, got {layout!r}")
+    return "balanced"
 
 
 def balanced_chunks(length: int, ranks: int) -> int:
@@ -102,6 +110,14 @@ def ring_ranks(layout: str, ranks: int, rank: int, ulysses_degree: int) -> tuple
         first = rank // ring_degree * ring_degree
         return tuple(range(first, first + ring_degree))
     return tuple(range(rank % ulysses_degree, ranks, ulysses_degree))
+
+
+def ranks_on_nodes(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """How many of these ranks each node has: those of a node adjacent here. 1 if nodes differ, or there is only one."""
+    nodes = [rank // ranks_per_node for rank in ranks]
+    m = nodes.count(nodes[0])
+    adjacent = [node for node in dict.fromkeys(nodes) for _ in range(m)]
+    return m if adjacent == nodes and m < len(nodes) else 1
 
 
 def lengths(layout: str, length: int, ranks: int) -> tuple[int, ...]:

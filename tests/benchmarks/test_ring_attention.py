@@ -48,7 +48,7 @@ def test_rows_are_written_and_replaced(tmp_path, monkeypatch):
     rows = results.read_as(Row, table)
     assert [(row.layout, row.documents, row.direction) for row in rows] == [
         (layout, documents, direction)
-        for layout, documents in (("zigzag", 1), ("striped", 1), ("zigzag", 2))
+        for layout, documents in (("zigzag", 1), ("striped", 1), ("zigzag", 2), ("balanced", 2))
         for direction in ("forward", "both")
     ]
     assert all(row.link_gb_per_s == 45 and min(row.ms_whole, row.ms_transfer, row.ms_ring) > 0 for row in rows)

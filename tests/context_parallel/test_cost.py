@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from parallel_ops.context_parallel import cost, placement, selection, token_ranges
-from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
+from parallel_ops.context_parallel.cost import Algorithm, Link
+from parallel_ops.context_parallel.counts import AttentionShape, counts
 from parallel_ops.planner import Plan, communication, presets
 
 LLAMA = AttentionShape(length=65536, ranks=8, batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
@@ -35,6 +36,39 @@ def test_the_formulas_of_the_docstring(layout, itemsize):
     assert cost.sent(shape, Algorithm(4, False)) == [tuple(halves)] * p
 
 
+@pytest.mark.parametrize("m", [2, 4])
+def test_of_two_levels_the_slow_one_carries_a_copy_a_node(m):
+    p, own = 8, 2 * 8192 * 8 * 128 * 2
+    shape = changed(causal=False, ranks_per_node=m)
+    for between, inside in cost.sent_by_level(shape, Algorithm(1, False)):
+        assert between == ((p // m - 1) * own, 3 * (p // m - 1) * own)
+        assert inside == ((m - 1) * p // m * own, 3 * (m - 1) * p // m * own)
+    # Heads that ranks of a node exchange stay inside; a ring across nodes of as many ranks has one level.
+    for between, inside in cost.sent_by_level(shape, Algorithm(m, False)):
+        assert between.forward == (p // m - 1) * own and inside.forward > 0
+    links = NETWORK, NETWORK._replace(inside=NVLINK.bandwidth)
+    flat, two = (
+        cost.seconds(replace(changed(length=16384), ranks_per_node=n), Algorithm(1, False), links[n > 1])
+        for n in (1, m)
+    )
+    assert two < flat / 1.5
+
+
+def test_a_slow_link_takes_a_less_even_layout():
+    rng, documents = random.Random(2), []
+    while (left := 131072 - sum(documents)) > 0:
+        documents.append(min(round(rng.lognormvariate(6.2, 1.5)), left))
+    shape = changed(length=131072, documents=tuple(documents))
+    slow, none = (selection.select_layout([(1, shape)], None, link).cp_layout for link in (NETWORK, None))
+    (even, _), (chosen, _) = (counts(replace(shape, cp_layout=layout), 1) for layout in (none, slow))
+    assert max(chosen) > 1.1 * max(even) and slow not in ("zigzag", "contiguous")
+    best = [
+        min(cost.seconds(replace(shape, cp_layout=layout), way, NETWORK) for way in cost.algorithms(shape))
+        for layout in (slow, none, "zigzag", "contiguous")
+    ]
+    assert best[0] == min(best) < 0.95 * best[1]
+
+
 def test_a_causal_mask_saves_a_quarter_in_zigzag_and_half_in_contiguous_layout():
     whole = sum(s.forward for s in cost.sent(changed(causal=False), Algorithm(1, False)))
     for layout, share in (("zigzag", 3 / 4), ("contiguous", 1 / 2)):
@@ -48,19 +82,16 @@ def test_a_causal_mask_saves_a_quarter_in_zigzag_and_half_in_contiguous_layout()
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_the_length_that_hides_the_transfer(causal, itemsize):
-    """From that many tokens a rank, a step's arithmetic takes as long as what it sends."""
-    shape = changed(causal=causal, itemsize=itemsize)
-    for found, share in zip(cost.hiding_tokens(shape, bandwidth=45e9, flops=600e12), (1.0, 2.5), strict=True):
-        area = found**2 / (2 if causal else 1)
-        arithmetic = share * 4 * 32 * 128 * area / 600e12
-        step = cost.keys_sent(found, found, 2 * 8 * 128, itemsize)
-        assert arithmetic == pytest.approx((step.forward if share == 1.0 else step.backward) / 45e9)
-    if causal and itemsize == 2:  # overlap of Llama's heads on H100s: about 0.8 K tokens by NVLink, 6.7 K by network
-        assert cost.hiding_tokens(shape, bandwidth=370e9, flops=600e12).forward == pytest.approx(811, abs=1)
-        assert cost.hiding_tokens(shape, bandwidth=45e9, flops=600e12).forward == pytest.approx(6667, abs=1)
-    for options in ({"window_size": (4, 0)}, {"documents": True}, {"cp_layout": "contiguous", "causal": True}):
-        with pytest.raises(ValueError, match="no such length"):
-            cost.hiding_tokens(changed(**options), bandwidth=1.0, flops=1.0)
+    """From that many tokens a rank, by the formulas of the docstring, a step's arithmetic takes as long as it sends."""
+    h, g, w, f, b, half = 32, 8, itemsize, 600e12, 45e9, 1 if causal else 2
+    for backward, n in enumerate((w * g * f / (h * b) / half, 2 * (w + 4) * g * f / (5 * h * b) / half)):
+        area = n**2 / (2 if causal else 1)
+        arithmetic = (2.5 if backward else 1.0) * 4 * h * 128 * area / f
+        assert arithmetic == pytest.approx(cost.keys_sent(n, n, 2 * g * 128, w)[backward] / b)
+    if causal and itemsize == 2:  # Llama's heads on H100s: about 0.8 K tokens by NVLink, 6.7 K by network
+        assert w * g * f / (h * 370e9) == pytest.approx(811, abs=1) and w * g * f / (h * b) == pytest.approx(
+            6667, abs=1
+        )
 
 
 def test_the_choice_and_its_reason():
@@ -102,7 +133,7 @@ def test_documents_are_counted_pair_by_pair(u, causal, window):
         ranges = np.stack([mask.argmax(1), length - 1 - mask[:, ::-1].argmax(1)])
         for layout in ("zigzag", "contiguous", "striped", placement.balanced([ranges], 4)):
             shape = changed(length=length, ranks=4, cp_layout=layout, causal=causal, window_size=window)
-            areas, rows = cost.counts(replace(shape, documents=documents), u)
+            areas, rows = counts(replace(shape, documents=documents), u)
             step = 1 if layout == "striped" else u
             shards = [token_ranges.shard_ranges(layout, length, 4, i * step, u) for i in range(4 // u)]
             places = [[t for part in one for t in range(part.start, part.last + 1, part.step)] for one in shards]

@@ -157,7 +157,7 @@ def test_a_group_splits_and_joins(size):
         (
             lambda: split_sequence(torch.ones(4), None, cp_layout=SequenceLayout(4, 2)),
             ValueError,
-            "cp_layout must be a SequenceLayout of 1 ranks, got one of 2",
+            "split_sequence: cp_layout is of 4 tokens over 2 ranks, but the group has 1, length=4",
         ),
     ],
 )

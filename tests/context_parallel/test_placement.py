@@ -51,6 +51,31 @@ def test_area_and_rows_are_those_of_dense_masks() -> None:
             got = placement.rows_sent(ranges, layout, ranks)
             assert (got == want).all() if exact else (got >= want).all()
             assert (got <= np.bincount(owner, minlength=ranks)[:, None]).all()
+            if ranks % 2 == 0 and exact:  # to nodes of two ranks
+                seen = np.stack([mask[owner // 2 == node].any(0) for node in range(ranks // 2)])
+                want = np.stack([seen[:, owner == rank].sum(1) for rank in range(ranks)])
+                want[np.arange(ranks), np.arange(ranks) // 2] = 0
+                assert (placement.rows_sent(ranges, layout, ranks, 2) == want).all()
+
+
+def test_documents_in_closed_form_are_their_ranges() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        sizes = rng.integers(0, 60, rng.integers(1, 7))
+        sizes[0] += 1
+        left, right = (None if n == 3 else (0, 4, 50)[n] for n in rng.integers(0, 4, 2))
+        length, ranks = int(sizes.sum()), int(rng.integers(1, 6))
+        starts, ends = (np.repeat(edge, sizes) for edge in (sizes.cumsum() - sizes, sizes.cumsum() - 1))
+        array = placement.cut(np.stack([starts, ends]), left, right)
+        documents, places = placement.Documents(sizes, left, right), np.arange(length)
+        assert documents.length == length and (np.stack(documents.bounds(places)) == array).all()
+        edges = np.unique([0, length, *rng.integers(0, length + 1, 4)])
+        assert (documents.areas(edges) == np.add.reduceat(array[1] - array[0] + 1, edges[:-1])).all()
+        layout = placement.balanced([documents], ranks)
+        assert layout == placement.balanced([array], ranks)
+        for each in (layout, "zigzag", "contiguous", "striped"):
+            assert (placement.area(documents, each, ranks) == placement.area(array, each, ranks)).all()
+        assert (placement.rows_sent(documents, layout, ranks) == placement.rows_sent(array, layout, ranks)).all()
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 1000, 4099])

@@ -16,7 +16,8 @@ from parallel_ops import flash_attention, ring_attention
 from parallel_ops.comm import use_transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.context_parallel import SequenceLayout, ring_attention_algorithm, ring_attention_reference
-from parallel_ops.context_parallel.schedule.two_levels import ranks_per_node
+from parallel_ops.context_parallel.algorithm import ranks_per_node
+from parallel_ops.ops.attention.cache import know_on_host
 from parallel_ops.ops.attention.options import AttentionOptions
 from support.numerics import suite
 from support.parallelism.context_parallel import SEED, Case, inputs, joined, oracle
@@ -173,9 +174,16 @@ def by_reference(rank: int) -> list[list[Tensor]]:
     return results
 
 
-def why(rank: int) -> str:
+def why(rank: int) -> list[str]:
+    """Reasons for one sequence; for documents that the host knows, on CPU and device; for those it does not know."""
     q, k, _ = inputs(rank)
-    return ring_attention_algorithm(q, k, group=dist.group.WORLD).reason
+    bounds = torch.tensor([0, 2, 8])
+    known, unknown = (torch.empty(3, dtype=torch.int64, device="meta") for _ in range(2))
+    know_on_host(known, bounds)
+    return [
+        ring_attention_algorithm(q, k, group=dist.group.WORLD, cu_seqlens=each).reason
+        for each in (None, bounds, known, unknown)
+    ]
 
 
 SUB_GROUP_CASE = Case(11, heads=4, kv_heads=2)
@@ -187,15 +195,15 @@ def sub_groups(rank: int) -> list[Tensor]:
     return public(SUB_GROUP_CASE, groups[rank % 2], SUB_GROUP_CASE.tensors())
 
 
-NODES_CASE = Case(23, heads=4, kv_heads=2, all_gather=True)
+NODES_CASES = [Case(23, heads=4, kv_heads=2, all_gather=all_gather) for all_gather in (False, True)]
 
 
-def nodes_of_two(rank: int) -> list[Tensor]:
-    """Gathered keys over two nodes, and nodes of other sizes by what one rank was told."""
+def nodes_of_two(rank: int) -> list[list[Tensor]]:
+    """Keys over two nodes, and nodes of other sizes by what one rank was told."""
     counts = [ranks_per_node(dist.group.WORLD)]
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         counts.append(ranks_per_node(dist.group.WORLD))
-        found = public(NODES_CASE, dist.group.WORLD, NODES_CASE.tensors())
+        found = run_cases(rank, NODES_CASES)
     for text in ("3", "4", "x", "1"):
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=text):
             counts.append(ranks_per_node(dist.group.WORLD))
@@ -204,7 +212,7 @@ def nodes_of_two(rank: int) -> list[Tensor]:
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4" if rank == 3 else "2"),
         pytest.raises(ValueError, match="with 2 ranks a node"),
     ):
-        public(NODES_CASE, dist.group.WORLD, NODES_CASE.tensors())
+        run_cases(rank, NODES_CASES)
     return found
 
 
@@ -279,10 +287,10 @@ def test_two_rings_at_once_on_ranks_apart():
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
-def test_gathered_keys_over_nodes():
-    results = ranks(4).run(nodes_of_two)
-    for got, want in zip(joined(NODES_CASE, results), oracle(NODES_CASE, NODES_CASE.tensors()), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+def test_keys_over_nodes():
+    for case, results in zip(NODES_CASES, zip(*ranks(4).run(nodes_of_two), strict=True), strict=True):
+        for got, want in zip(joined(case, results), oracle(case, case.tensors()), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def test_the_reference_means_the_same():
@@ -319,5 +327,6 @@ class TestOneRank:
 
 
 def test_why_an_algorithm_was_chosen():
-    for reason in ranks(2).run(why):
+    for reason, counted, known, unknown in ranks(2).run(why):
         assert reason.startswith("ring: sends least") and "all_gather" in reason and "all_to_all" in reason
+        assert known == counted != unknown == reason

@@ -10,13 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_ops.comm.transport.base import Send
-from parallel_ops.context_parallel import cost, token_ranges
+from parallel_ops.context_parallel import AttentionShape, cost, token_ranges
 from parallel_ops.context_parallel.schedule import blocks as _blocks
 from support.parallelism.context_parallel import Case, joined, oracle, shared
 from support.transports.loopback import LoopbackGroup
 
 KINDS = ("zigzag", "striped", "contiguous")
 ANY = (*KINDS, "balanced", "scattered")
+WAYS = [
+    {"ranks_per_node": m, **way}
+    for m in (1, 2)
+    for way in ({}, {"all_gather": True}, {"ulysses_degree": 2}, {"ulysses_degree": 4})
+]
 
 
 def run(case, size, tensors, seed=0, credits=0):
@@ -66,6 +71,7 @@ def cases(draw):
         layout=draw(st.sampled_from(ANY)),
         ulysses_degree=ulysses_degree,
         all_gather=ulysses_degree == 1 and draw(st.booleans()),
+        ranks_per_node=draw(st.sampled_from(divisors(size))),
     )
     return case, size
 
@@ -76,9 +82,9 @@ def test_any_attention_is_that_of_one_rank(drawn, seed, credits):
 
 
 @pytest.mark.parametrize("layout", ANY)
-@pytest.mark.parametrize("way", [{}, {"all_gather": True}, {"ulysses_degree": 2}, {"ulysses_degree": 4}])
+@pytest.mark.parametrize("way", WAYS)
 def test_every_layout_and_way_with_every_option(layout, way):
-    """4 ranks; 13 tokens of which one document is empty and one a single token; fewer tokens than ranks."""
+    """4 ranks, on two nodes too; 13 tokens, of them one document empty and one a single token; fewer than ranks."""
     options = {"heads": 8, "kv_heads": 4, "layout": layout, **way}
     documents = (0, 1, 7, 0, 5)
     check(Case(13, **options), 4)
@@ -137,6 +143,7 @@ def random_case(draw):
         window=draw.randint(1, 150) if causal and draw.random() < 0.3 else None, sink=draw.random() < 0.3,
         documents=documents, layout=draw.choice(ANY), ulysses_degree=ulysses_degree,
         all_gather=ulysses_degree == 1 and draw.random() < 0.3, dropout_p=draw.choice((0.0, 0.0, 0.0, 0.3)),
+        ranks_per_node=draw.choice(divisors(size)),
     )  # fmt: skip
     return case, size, draw.choice((torch.float32, torch.float64))
 
@@ -164,16 +171,21 @@ def test_the_same_bits_in_any_interleaving(way):
 
 
 class Counted:
-    """A transport that counts the bytes that it sends, its messages by batch and the ranks that it receives from."""
+    """A transport that counts the bytes that it sends to each rank, its messages by batch and whom it receives from."""
 
     def __init__(self, transport):
-        self._transport, self.sent, self.sources, self.messages, self.to = transport, 0, set(), [], {}
+        self._transport, self.sources, self.messages, self.to = transport, set(), [], {}
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
+    def sent(self, ranks_per_node):
+        """Bytes to ranks of other nodes, and to those of the same."""
+        here = self._transport.rank // ranks_per_node
+        inside = sum(n for peer, n in self.to.items() if peer // ranks_per_node == here)
+        return sum(self.to.values()) - inside, inside
+
     def post(self, op, chunks):
-        self.sent += sum(c.tensor.nbytes for c in chunks if isinstance(c, Send))
         for chunk in chunks:
             if isinstance(chunk, Send):
                 self.to[chunk.peer] = self.to.get(chunk.peer, 0) + chunk.tensor.nbytes
@@ -183,14 +195,14 @@ class Counted:
 
 
 def counted(case, size, dtype):
-    """For each rank: bytes sent forward, bytes sent backward, ranks received from forward."""
-    tensors = case.tensors(dtype)
+    """For each rank: bytes sent forward, between nodes and inside, those sent backward, ranks received from forward."""
+    tensors, m = case.tensors(dtype), case.ranks_per_node
 
     def of_rank(transport):
         counting, forward = Counted(transport), []
-        shared(case, counting, tensors, lambda: forward.extend((counting.sent, len(counting.sources))))
+        shared(case, counting, tensors, lambda: forward.extend((counting.sent(m), len(counting.sources))))
         sent, sources = forward
-        return sent, counting.sent - sent, sources
+        return sent, tuple(after - before for after, before in zip(counting.sent(m), sent, strict=True)), sources
 
     return LoopbackGroup(size).run(of_rank)
 
@@ -216,10 +228,11 @@ def test_a_step_of_the_ring_is_one_message(layout, causal, window):
 
 
 def shape_of(case, size, itemsize):
-    return cost.AttentionShape(
+    return AttentionShape(
         length=case.length, ranks=size, batch=case.batch, heads=case.heads, kv_heads=case.kv_heads,
         head_dim=case.head_dim, itemsize=itemsize, cp_layout=case.shared_by(size).cp_layout, causal=case.causal,
         window_size=(-1 if case.window is None else case.window - 1, -1), documents=case.documents or False,
+        ranks_per_node=case.ranks_per_node,
     )  # fmt: skip
 
 
@@ -231,24 +244,28 @@ def test_the_cost_is_what_is_sent(drawn, dtype):
     exact = case.causal and case.layout != "striped" and case.ulysses_degree == 1
     documents = case.documents if exact else None
     case = dataclasses.replace(case, documents=documents, ranges=None, dropout_p=0.0, head_dim_v=None)
-    want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Algorithm(case.ulysses_degree, case.all_gather))
-    assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
+    algorithm = cost.Algorithm(case.ulysses_degree, case.all_gather)
+    want, found = cost.sent_by_level(shape_of(case, size, dtype.itemsize), algorithm), counted(case, size, dtype)
+    two_levels = case.ulysses_degree == 1 < case.ranks_per_node < size
+    for (*directions, _), levels in zip(found, want, strict=True):
+        assert directions == list(zip(*levels, strict=True)) or not two_levels
+        assert [sum(pair) for pair in directions] == [sum(pair) for pair in zip(*levels, strict=True)]
 
 
 LINKED = [
-    (4, 2, Case(45, layout="zigzag", all_gather=True)),
-    (6, 3, Case(61, layout="contiguous", all_gather=True, causal=False, documents=(3, 20, 0, 30, 8))),
-    (8, 4, Case(96, layout="scattered", all_gather=True, documents=(5, 40, 1, 20, 30), dropout_p=0.2)),
-    (8, 2, Case(96, layout="balanced", all_gather=True, documents=(60, 6, 30))),
-    (6, 2, Case(33, layout="striped", all_gather=True, heads=4, kv_heads=2)),
-    (8, 4, Case(80, layout="zigzag", all_gather=True, window=9, sink=True)),
-    (4, 2, Case(3, layout="zigzag", all_gather=True)),
+    (4, Case(45, ranks_per_node=2)),
+    (6, Case(61, ranks_per_node=3, layout="contiguous", causal=False, documents=(3, 20, 0, 30, 8))),
+    (8, Case(96, ranks_per_node=4, layout="scattered", documents=(5, 40, 1, 20, 30), dropout_p=0.2)),
+    (8, Case(96, ranks_per_node=2, layout="balanced", documents=(60, 6, 30))),
+    (6, Case(33, ranks_per_node=2, layout="striped", heads=4, kv_heads=2)),
+    (8, Case(80, ranks_per_node=4, window=9, sink=True)),
+    (4, Case(3, ranks_per_node=2)),
 ]
 
 
-def seen_by_other_nodes(case, size, m):
+def seen_by_other_nodes(case, size):
     """Keys of other nodes that any query of a node sees, of all nodes."""
-    ranges, layout = case.options().host_ranges(case.length), case.shared_by(size)
+    m, ranges, layout = case.ranks_per_node, case.options().host_ranges(case.length), case.shared_by(size)
     places = torch.arange(case.length)
     mask = torch.ones(case.length, case.length, dtype=torch.bool)
     if ranges is not None:
@@ -261,23 +278,32 @@ def seen_by_other_nodes(case, size, m):
     return sum(int(mask[owner == node][:, owner != node].any(0).sum()) for node in range(size // m))
 
 
-@pytest.mark.parametrize(("size", "m", "case"), LINKED)
-def test_keys_cross_the_link_between_nodes_once_a_node(size, m, case):
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (size, dataclasses.replace(case, **way))
+        for size, case in LINKED
+        for way in ({}, {"all_gather": True}, {"ulysses_degree": 2})
+        # Heads are exchanged between nodes otherwise.
+        if not way.get("ulysses_degree") or (case.ranks_per_node % 2 == 0 and case.layout != "striped")
+    ],
+)
+def test_keys_cross_the_link_between_nodes_once_a_node(size, case):
     """Results of one process, and the bytes of keys that any query of a node sees, each once, and their gradients."""
-    tensors = case.tensors()
+    m, tensors = case.ranks_per_node, case.tensors()
 
-    def of_rank(transport, ranks_per_node):
+    def of_rank(transport, case):
         counting = Counted(transport)
-        found = shared(case, counting, tensors, ranks_per_node=ranks_per_node)
-        return found, sum(n for peer, n in counting.to.items() if peer // m != transport.rank // m)
+        return shared(case, counting, tensors), counting.sent(m)[0]
 
-    results = LoopbackGroup(size).run(lambda transport: of_rank(transport, m))
+    results = LoopbackGroup(size, seed=7).run(lambda transport: of_rank(transport, case))
     for got, want in zip(joined(case, [found for found, _ in results]), oracle(case, tensors), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
-    flat = sum(sent for _, sent in LoopbackGroup(size).run(lambda transport: of_rank(transport, 1)))
-    least = 3 * 8 * case.batch * case.kv_heads * 2 * case.head_dim * seen_by_other_nodes(case, size, m)
+    one_level = dataclasses.replace(case, ranks_per_node=1)
+    flat = sum(sent for _, sent in LoopbackGroup(size).run(lambda transport: of_rank(transport, one_level)))
+    least = 3 * 8 * case.batch * case.kv_heads * 2 * case.head_dim * seen_by_other_nodes(case, size)
     assert sum(sent for _, sent in results) == least <= flat
-    assert case.length != 45 or flat > 1.4 * least
+    assert case.length != 45 or case.ulysses_degree > 1 or flat > 1.4 * least
 
 
 def test_a_window_ends_the_ring_after_the_hops_that_it_needs():
@@ -286,7 +312,7 @@ def test_a_window_ends_the_ring_after_the_hops_that_it_needs():
         case = Case(128, layout="contiguous", window=window)
         assert [sources for *_, sources in counted(case, 8, torch.float32)] == [min(rank, hops) for rank in range(8)]
     # And of the rank before only the tokens within the window travel: 3 of 16.
-    sent = [forward for forward, *_ in counted(Case(128, layout="contiguous", window=4), 8, torch.float32)]
+    sent = [sum(forward) for forward, *_ in counted(Case(128, layout="contiguous", window=4), 8, torch.float32)]
     assert sent == [3 * 2 * 2 * 4 * 4] * 7 + [0]
 
 

@@ -1,8 +1,8 @@
 """Attention of one rank's queries over the keys that it has received, as calls of the block op."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -131,12 +131,8 @@ class SoftmaxAccumulator:
 
     def finish(self) -> None:
         """Writes the result of queries that saw no key."""
-        offset = 0
-        for part, begun in zip(self._ranges, self._begun, strict=True):
-            if not begun:
-                own = slice(offset, offset + part.length)
-                begin_carry(self.out[own], self.statistics[..., own], None)
-            offset += part.length
+        for own in _unseen(self._ranges, self._begun):
+            begin_carry(self.out[own], self.statistics[..., own], None)
 
 
 class Gradients:
@@ -191,8 +187,11 @@ class Gradients:
 
     def finish(self) -> None:
         """Writes zeros for queries that saw no key."""
-        offset = 0
-        for part, begun in zip(self._ranges, self._begun, strict=True):
-            if not begun:
-                self.dq[offset : offset + part.length].zero_()
-            offset += part.length
+        for own in _unseen(self._ranges, self._begun):
+            self.dq[own].zero_()
+
+
+def _unseen(ranges: Sequence[TokenRange], begun: Sequence[bool]) -> Iterator[slice]:
+    """The rows of the token ranges that no block has begun."""
+    edges = [0, *accumulate(part.length for part in ranges)]
+    return (slice(*edge) for edge, done in zip(pairwise(edges), begun, strict=True) if not done)

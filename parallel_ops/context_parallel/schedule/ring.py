@@ -3,32 +3,34 @@
     ring         step k = 0, 1, ...: rank r attends to the keys of rank r - k and merges the result into its own, while
                  the keys of the next steps are in flight. Backward: the same, and the gradient of the keys of rank
                  r - k is sent to it in fp32; each rank adds what it receives to its own, in the order r, r + 1, ...
-    all-gather   all keys are gathered, then attended to at once. Backward: the same, and each rank adds the gradients
-                 of its keys in rank order
+    all-gather   the same steps, but the keys of all of them are attended to at once
 
-Keys are sent directly to the ranks that need them: in step k every rank sends to one rank and receives from one, keys
-and values of all its tokens in one message. Keys that the receiver's queries do not see are not sent. Under a causal
-mask in zigzag layout this saves a quarter of the bytes of a ring that passes everything on; under a window, all keys
-before it. With this package's kernels nothing is rounded in between and sums have a fixed order, so the error does not
-grow with the ring and results are bitwise reproducible. torch's kernels round each block's result, and its share of
-each gradient, to 16 bits.
+With several ranks a node, a step is a node: rank r gets the keys that any query of its node sees from the rank with its
+place on node n - k, and the ranks of a node hand on to each other what they got, for the queries of each. Gradients of
+keys go the same way back: summed on the node, then sent to the owner. So a node receives and sends one copy of each key
+and gradient in the place of one for each of its ranks. The keys of the own node are step 0, behind those of the rank.
+
+Keys are sent directly to the ranks that need them, those of a step in one message. Keys that the receiver's queries do
+not see are not sent. Under a causal mask in zigzag layout this saves a quarter of the bytes of a ring that passes
+everything on; under a window, all keys before it. With this package's kernels nothing is rounded in between and sums
+have a fixed order, so the error does not grow with the ring and results are bitwise reproducible. torch's kernels round
+each block's result, and its share of each gradient, to 16 bits.
 
 On CUDA one host thread posts all exchanges, on every rank in the same order (see ``comm/transport/base.py``).
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 
-import torch
 from torch import Tensor
 
-from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
 from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys, query_limits
-from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged, visible_keys
+from parallel_ops.context_parallel.schedule.rows import Parts, Rows, joined
+from parallel_ops.context_parallel.token_ranges import count_tokens, visible_keys
 from parallel_ops.ops.attention.options import AttentionOptions
 
 
@@ -42,27 +44,55 @@ class Ring:
         at: the index of this rank among them.
         shards: the tokens of each rank.
         ranges: the key ranges of ``options`` on the CPU; without them keys of other documents are sent too.
-        levels: rings between nodes and inside of one, by which keys are gathered in two steps.
+        per_node: ranks of a node, which are adjacent in the ring; 1 for a ring of one level.
     """
 
     op: str
     transport: Transport
     ranks: Sequence[int]
     at: int
-    shards: Sequence[tuple[TokenRange, ...]]
+    shards: Sequence[Parts]
     options: AttentionOptions
     ranges: Tensor | None = None
-    levels: "tuple[Ring, Ring] | None" = None
+    per_node: int = 1
 
     @property
-    def own(self) -> tuple[TokenRange, ...]:
+    def own(self) -> Parts:
         return self.shards[self.at]
 
-    def parts(self, source: int, target: int) -> tuple[TokenRange, ...]:
+    @property
+    def nodes(self) -> int:
+        return len(self.shards) // self.per_node
+
+    @property
+    def neighbours(self) -> list[tuple[int, int]]:
+        """The other ranks of the node in the order of exchanges: the one sent to and the one received from."""
+        m = self.per_node
+        first, place = self.at // m * m, self.at % m
+        return [(first + (place + k) % m, first + (place - k) % m) for k in range(1, m)]
+
+    def origin(self, rank: int, step: int) -> int:
+        """The owner of the keys that come to ``rank`` from another node in this step."""
+        return (rank - step * self.per_node) % len(self.shards)
+
+    def parts(self, source: int, target: int) -> Parts:
         """The keys of ``source`` that are visible to queries of ``target``."""
-        queries, ranges = self.shards[target], self.ranges
-        limits = None if ranges is None else query_limits(ranges, queries)
+        return self._visible(source, self.shards[target])
+
+    def crossing(self, source: int, target: int) -> Parts:
+        """The keys of ``source`` that are visible to queries of any rank on the node of ``target``."""
+        first = target // self.per_node * self.per_node
+        return self._visible(source, tuple(q for shard in self.shards[first : first + self.per_node] for q in shard))
+
+    def _visible(self, source: int, queries: Parts) -> Parts:
+        limits = None if self.ranges is None else query_limits(self.ranges, queries)
         return visible_keys(self.shards[source], queries, self.options.left, self.options.right, limits)
+
+    def exchange(self, sent: Tensor, to: int, parts: Parts, source: int) -> Rows:
+        """Posts a message to one rank and receives the rows of ``parts`` from another."""
+        received = sent.new_empty((count_tokens(parts), *sent.shape[1:]))
+        ends = [Send(sent, self.ranks[to])], [Receive(received, self.ranks[source])]
+        return Rows(parts, received, Exchange(self.op, self.transport, *ends))
 
 
 def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *, all_gather: bool) -> SoftmaxAccumulator:
@@ -72,16 +102,10 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *, all_gather: boo
         q: ``[s, b, h, d]``; k: ``[s, b, kv_heads, d]``; v: ``[s, b, kv_heads, d_v]``; of this rank's tokens.
     """
     result = SoftmaxAccumulator(q, v.shape[3], ring.own, ring.options)
-    if all_gather:
-        parts, keys = _all_gather(ring, pack_keys(k, v))
-        result.add(keys, parts)
-    else:
-        kv = pack_keys(k, v)
-        prefetcher = KVPrefetcher(ring, kv)
-        result.add(kv, ring.own)
-        for _ in range(1, len(ring.shards)):
-            parts, keys = prefetcher.take()
-            result.add(keys, parts)
+    steps = key_steps(ring, pack_keys(k, v), all_gather=all_gather)
+    arriving = (keys for _, keys in steps)
+    for keys in [joined(list(arriving))] if all_gather else arriving:
+        result.add(keys.rows, keys.parts)
     result.finish()
     return result
 
@@ -95,168 +119,127 @@ def ring_backward(
     Args:
         rows: result of ``attention_gradient_rows`` for the final output. out: that output, if it is on this rank.
     """
-    gradients = Gradients(grad, q, rows, ring.own, ring.options, out)
+    gradients, reducer = Gradients(grad, q, rows, ring.own, ring.options, out), KeyGradients(ring)
+    steps = key_steps(ring, pack_keys(k, v), all_gather=all_gather)
     if all_gather:
-        parts, keys = _all_gather(ring, pack_keys(k, v))
-        shares = gradients.add(keys, parts)
-        for level in reversed(ring.levels or (ring,)):
-            shares, parts = _scatter(level, shares, parts), level.own
-        total = shares
+        numbers, arrived = zip(*steps, strict=True)
+        keys = joined(arrived)
+        shares = Rows(keys.parts, gradients.add(keys.rows, keys.parts))
+        for number, (parts, *_) in zip(numbers, arrived, strict=True):
+            reducer.add(number, Rows(parts, shares.of(parts)))
     else:
-        kv = pack_keys(k, v)
-        prefetcher = KVPrefetcher(ring, kv)
-        reducer = KVGradReducer(ring, gradients.add(kv, ring.own))
-        for step in range(1, len(ring.shards)):
-            parts, keys = prefetcher.take()
-            reducer.post(step, gradients.add(keys, parts))
-        total = reducer.total()
+        for number, (parts, arriving, _) in steps:
+            reducer.add(number, Rows(parts, gradients.add(arriving, parts)))
     gradients.finish()
-    return gradients.dq, total
+    return gradients.dq, reducer.total()
 
 
-def _send(ring: Ring, kv: Tensor, to: int) -> list[Send]:
-    """All keys for the rank in one message, copied together only if they are apart; none if it sees none."""
-    places = [local_slice(part, ring.own) for part in ring.parts(ring.at, to)]
-    if not places:
-        return []
-    adjacent = all(a.stop == b.start for a, b in pairwise(places))
-    keys = kv[places[0].start : places[-1].stop] if adjacent else torch.cat([kv[place] for place in places])
-    return [Send(keys, ring.ranks[to])]
-
-
-def _sends(ring: Ring, kv: Tensor, to: int) -> list[Send]:
-    return [Send(kv[local_slice(part, ring.own)], ring.ranks[to]) for part in ring.parts(ring.at, to)]
-
-
-def _receives(
-    ring: Ring, keys: Tensor, parts: Sequence[TokenRange], buffer: Sequence[TokenRange], source: int
-) -> list[Receive]:
-    """Receives into ``keys``, which holds the tokens of ``buffer``."""
-    return [Receive(keys[local_slice(part, buffer)], ring.ranks[source]) for part in parts]
-
-
-class KVPrefetcher:
-    """Receives the keys of the other ranks one rank after another, and posts the next exchanges ahead.
-
-    Received keys rotate through ``in_flight + 1`` buffers: those on their way, and those attended to.
+def key_steps(ring: Ring, kv: Tensor, *, all_gather: bool = False) -> Iterator[tuple[int, Rows]]:
+    """Steps and the keys of each that this rank's queries see; -1 and its own come first. The exchanges of the next
+    steps, with ``all_gather`` those of all, are on their way while the caller computes.
 
     Args:
         kv: k and v of this rank, packed.
     """
-
-    def __init__(self, ring: Ring, kv: Tensor) -> None:
-        self._ring, self._kv, ahead = ring, kv, in_flight(ring.transport)
-        most = max(count_tokens(shard) for shard in ring.shards)
-        self._buffers = [kv.new_empty((most, *kv.shape[1:])) for _ in range(min(ahead + 1, len(ring.shards) - 1))]
-        self._steps = iter(range(1, len(ring.shards)))
-        self._posted: deque[tuple[tuple[TokenRange, ...], Tensor, Exchange]] = deque()
-        for _ in range(ahead):
-            self._post()
-
-    def take(self) -> tuple[tuple[TokenRange, ...], Tensor]:
-        """The next rank's keys that the queries see: their token ranges, and k and v packed."""
-        parts, keys, exchange = self._posted.popleft()
-        exchange.wait()
-        self._post()
-        return parts, keys
-
-    def _post(self) -> None:
-        for step in self._steps:
-            ring, size = self._ring, len(self._ring.shards)
-            to, source = (ring.at + step) % size, (ring.at - step) % size
-            parts = ring.parts(source, ring.at)
-            keys = self._buffers[step % len(self._buffers)][: count_tokens(parts)]
-            sends, receives = _send(ring, self._kv, to), [Receive(keys, ring.ranks[source])]
-            self._posted.append((parts, keys, Exchange(ring.op, ring.transport, sends, receives)))
-            return
+    ahead = ring.nodes if all_gather else in_flight(ring.transport)
+    from_nodes = _from_nodes(ring, kv, ahead)
+    if ring.per_node == 1:
+        for number, keys in enumerate(from_nodes):
+            yield number or -1, keys
+        return
+    held = next(from_nodes)
+    arriving = _handed_on(ring, 0, held)
+    yield -1, held
+    for number in range(ring.nodes):
+        arrived = arriving
+        if number:  # in step 0 what this rank has itself is attended to already
+            parts = ring.parts(ring.origin(ring.at, number), ring.at)
+            arrived = [Rows(parts, held.of(parts)), *arrived]
+        if number + 1 < ring.nodes:
+            held = next(from_nodes)
+            arriving = _handed_on(ring, number + 1, held)
+        yield number, joined([rows.wait() for rows in arrived])
 
 
-class KVGradReducer:
-    """Sends the gradients of keys to the ranks that own these, and sums those of this rank's keys.
+def _from_nodes(ring: Ring, kv: Tensor, ahead: int) -> Iterator[Rows]:
+    """This rank's keys, then those that it gets from the rank with its place on each other node."""
+    own = Rows(ring.own, kv)
 
-    Args:
-        total: ``[s, ...]``, packed, the gradients of this rank's keys from its own queries. The others are added to it.
+    def post(step: int) -> Rows:
+        to, source = ring.origin(ring.at, -step), ring.origin(ring.at, step)
+        return ring.exchange(own.of(ring.crossing(ring.at, to)), to, ring.crossing(source, ring.at), source)
+
+    steps = iter(range(1, ring.nodes))
+    posted = deque(map(post, islice(steps, ahead)))
+    yield own
+    while posted:
+        arrived = posted.popleft().wait()
+        posted.extend(map(post, islice(steps, 1)))
+        yield arrived
+
+
+def _handed_on(ring: Ring, step: int, held: Rows) -> list[Rows]:
+    """Posts what the ranks of the node hand on to each other of the keys that they got in this step."""
+    mine = ring.origin(ring.at, step)
+    return [
+        ring.exchange(held.of(ring.parts(mine, to)), to, ring.parts(ring.origin(source, step), ring.at), source)
+        for to, source in ring.neighbours
+    ]
+
+
+class KeyGradients:
+    """The sum of the gradients of this rank's keys, from the queries of all ranks.
+
+    Those of other ranks' keys are sent to their owners, by way of the rank of the node that got the keys. What is sent
+    is in flight during the next step's computation.
     """
 
-    def __init__(self, ring: Ring, total: Tensor) -> None:
-        self._ring, self._total = ring, total
-        self._posted: deque[tuple[tuple[TokenRange, ...], Tensor, Exchange]] = deque()
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._summed: deque[tuple[int, Rows, list[Rows]]] = deque()  # on the node
+        self._returned: deque[Rows] = deque()
 
-    def post(self, step: int, shares: Tensor) -> None:
-        """Sends the gradient of the keys received in ``step``, and receives that of the keys sent in it."""
-        ring, total = self._ring, self._total
-        size = len(ring.shards)
-        owner, source = (ring.at - step) % size, (ring.at + step) % size
-        parts = ring.parts(ring.at, source)
-        received = total.new_empty((count_tokens(parts), *total.shape[1:]))
-        sends, receives = [Send(shares, ring.ranks[owner])], [Receive(received, ring.ranks[source])]
-        self._posted.append((parts, received, Exchange(ring.op, ring.transport, sends, receives)))
-        if len(self._posted) > 1:  # it was in flight during the last step's computation
-            self._add()
+    def add(self, step: int, shares: Rows) -> None:
+        """The gradients of the keys of a step from this rank's queries. Those of its own keys come first."""
+        ring = self._ring
+        if step < 0:
+            self._total = shares
+            return
+        if ring.per_node == 1:
+            self._return(step, shares.rows)
+            return
+        mine = ring.origin(ring.at, step)
+        arriving = [
+            ring.exchange(shares.of(ring.parts(ring.origin(to, step), ring.at)), to, ring.parts(mine, source), source)
+            for to, source in ring.neighbours
+        ]
+        held = self._total
+        if step:
+            crossed, parts = ring.crossing(mine, ring.at), ring.parts(mine, ring.at)
+            held = Rows(crossed, shares.rows.new_zeros((count_tokens(crossed), *shares.rows.shape[1:])))
+            Rows(parts, shares.of(parts)).add_to(held)
+        self._summed.append((step, held, arriving))
+        if len(self._summed) > 1:
+            self._sum()
 
     def total(self) -> Tensor:
-        while self._posted:
-            self._add()
-        return self._total
+        while self._summed:
+            self._sum()
+        while self._returned:
+            self._returned.popleft().wait().add_to(self._total)
+        return self._total.rows
 
-    def _add(self) -> None:
-        parts, received, exchange = self._posted.popleft()
-        exchange.wait()
-        _add_parts(self._total, self._ring.own, received, parts)
+    def _sum(self) -> None:
+        step, held, arriving = self._summed.popleft()
+        for rows in arriving:
+            rows.wait().add_to(held)
+        if step:
+            self._return(step, held.rows)
 
-
-def _add_parts(total: Tensor, own: Sequence[TokenRange], shares: Tensor, parts: Sequence[TokenRange]) -> None:
-    for part in parts:
-        total[local_slice(part, own)] += shares[local_slice(part, parts)]
-
-
-def _all_gather(ring: Ring, kv: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:
-    """``_gather``, in two steps if there are two levels."""
-    parts = ring.own
-    for level in ring.levels or (ring,):
-        parts, kv = _gather(level, kv)
-    return parts, kv
-
-
-def _gather(ring: Ring, kv: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:
-    """All keys visible to the queries, in the order of the sequence if ranks have adjacent tokens."""
-    size, at = len(ring.shards), ring.at
-    parts = [ring.own if source == at else ring.parts(source, at) for source in range(size)]
-    everything = merged([part for of_rank in parts for part in of_rank])
-    keys = kv.new_empty((count_tokens(everything), *kv.shape[1:]))
-    exchanges = []
-    for step in range(1, size):
-        to, source = (at + step) % size, (at - step) % size
-        receives = _receives(ring, keys, parts[source], everything, source)
-        exchanges.append(Exchange(ring.op, ring.transport, _sends(ring, kv, to), receives))
-    for part in ring.own:
-        keys[local_slice(part, everything)] = kv[local_slice(part, ring.own)]
-    for exchange in exchanges:
-        exchange.wait()
-    return everything, keys
-
-
-def _scatter(ring: Ring, shares: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
-    """The gradients of this rank's keys, summed over all ranks in rank order.
-
-    Args:
-        shares: the gradients of the keys ``ranges`` from this rank's queries.
-    """
-    size, at = len(ring.shards), ring.at
-    total = shares.new_zeros((count_tokens(ring.own), *shares.shape[1:]))
-    arrivals, exchanges = [], []
-    for source in range(size):
-        parts = ring.own if source == at else ring.parts(at, source)
-        arrivals.append((parts, shares.new_empty((count_tokens(parts), *shares.shape[1:]))))
-    for step in range(1, size):
-        to, source = (at + step) % size, (at - step) % size
-        sends = [Send(shares[local_slice(part, ranges)], ring.ranks[to]) for part in ring.parts(to, at)]
-        parts, received = arrivals[source]
-        exchanges.append(Exchange(ring.op, ring.transport, sends, _receives(ring, received, parts, parts, source)))
-    for part in ring.own:
-        arrivals[at][1][local_slice(part, ring.own)] = shares[local_slice(part, ranges)]
-    for exchange in exchanges:
-        exchange.wait()
-    for parts, received in arrivals:
-        _add_parts(total, ring.own, received, parts)
-    return total
+    def _return(self, step: int, shares: Tensor) -> None:
+        """Sends the gradients of the keys received from another node, and receives those of the keys sent to one."""
+        ring = self._ring
+        owner, source = ring.origin(ring.at, step), ring.origin(ring.at, -step)
+        self._returned.append(ring.exchange(shares, owner, ring.crossing(ring.at, source), source))
+        if len(self._returned) > 1:  # it was in flight during the last step's computation
+            self._returned.popleft().wait().add_to(self._total)

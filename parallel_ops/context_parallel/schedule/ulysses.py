@@ -1,13 +1,12 @@
 """Attention over a transport: all-to-all among the ranks that share heads, ring or all-gather across them.
 
-The all-to-all goes from this rank's tokens in all heads to all tokens in its heads. Each rank sends every other rank
-one message for each of its token ranges, which is received at its place in the sequence. Source: Jacobs et al.,
-arXiv:2309.14509 (DeepSpeed-Ulysses).
+The all-to-all goes from this rank's tokens in all heads to all tokens in its heads, in one message to each rank.
+Source: Jacobs et al., arXiv:2309.14509 (DeepSpeed-Ulysses).
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,11 +18,11 @@ from parallel_ops.comm.transport.exchange import Exchange
 from parallel_ops.context_parallel.algorithm import NAME
 from parallel_ops.context_parallel.schedule.blocks import unpack_keys
 from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
-from parallel_ops.context_parallel.schedule.two_levels import levels_of
+from parallel_ops.context_parallel.schedule.rows import Rows, joined
 from parallel_ops.context_parallel.token_ranges import (
     count_tokens,
     layout_name,
-    local_slice,
+    ranks_on_nodes,
     ring_ranks,
     shard_ranges,
     ulysses_ranks,
@@ -49,35 +48,14 @@ class UlyssesGroup:
     own: Sequence[tuple[TokenRange, ...]]
     union: tuple[TokenRange, ...]
 
-    def slices(self, source: int) -> list[tuple[slice, slice]]:
-        """The indices of each token range of ``source`` among its own tokens and among those of all ranks."""
-        return [(local_slice(part, self.own[source]), local_slice(part, self.union)) for part in self.own[source]]
-
     def tokens_to_heads(self, parts: Sequence[Tensor]) -> Tensor:
         """All tokens in this rank's heads.
 
         Args:
             parts: for each rank, this rank's tokens in the heads of that rank, ``[s, b, ...]``, contiguous.
         """
-        mine = parts[self.at]
-        out = mine.new_empty((count_tokens(self.union), *mine.shape[1:]))
-        sends, receives, copies = [], [], []
-        for j, rank in enumerate(self.ranks):
-            for own, union in self.slices(j):
-                target = out[union]
-                if j == self.at:
-                    target.copy_(mine[own])
-                    continue
-                if not target.is_contiguous():
-                    copies.append((target, target.new_empty(target.shape)))
-                    target = copies[-1][1]
-                receives.append(Receive(target, rank))
-            if j != self.at:
-                sends += [Send(parts[j][own], rank) for own, _ in self.slices(self.at)]
-        Exchange(NAME, self.transport, sends, receives).wait()
-        for target, received in copies:
-            target.copy_(received)
-        return out
+        arrived = self._exchange(parts, [count_tokens(own) for own in self.own])
+        return joined([Rows(*pair) for pair in zip(self.own, arrived, strict=True)], self.union).rows
 
     def heads_to_tokens(self, x: Tensor) -> list[Tensor]:
         """This rank's tokens in the heads of each rank.
@@ -85,18 +63,17 @@ class UlyssesGroup:
         Args:
             x: all tokens in this rank's heads, ``[tokens, b, ...]``, contiguous.
         """
-        s = count_tokens(self.own[self.at])
-        parts = [x.new_empty((s, *x.shape[1:])) for _ in self.ranks]
-        sends, receives = [], []
-        for j, rank in enumerate(self.ranks):
-            if j == self.at:
-                for own, union in self.slices(j):
-                    parts[j][own] = x[union]
-                continue
-            sends += [Send(x[union].contiguous(), rank) for _, union in self.slices(j)]
-            receives += [Receive(parts[j][own], rank) for own, _ in self.slices(self.at)]
-        Exchange(NAME, self.transport, sends, receives).wait()
-        return parts
+        whole = Rows(self.union, x)
+        return self._exchange([whole.of(own) for own in self.own], [count_tokens(self.own[self.at])] * len(self.ranks))
+
+    def _exchange(self, parts: Sequence[Tensor], tokens: Sequence[int]) -> list[Tensor]:
+        """Sends each rank its part, and returns what each sent, of so many tokens."""
+        mine = parts[self.at]
+        arrived = [mine if j == self.at else mine.new_empty((n, *mine.shape[1:])) for j, n in enumerate(tokens)]
+        others = [j for j in range(len(self.ranks)) if j != self.at]
+        sends = [Send(parts[j], self.ranks[j]) for j in others]
+        Exchange(NAME, self.transport, sends, [Receive(arrived[j], self.ranks[j]) for j in others]).wait()
+        return arrived
 
 
 def split_heads(count: int, *tensors: Tensor) -> list[Tensor]:
@@ -154,13 +131,13 @@ class Placement(NamedTuple):
         size, u = transport.size, self.ulysses_degree
         ranks = ring_ranks(self.cp_layout, size, transport.rank, u)
         shards = [shard_ranges(self.cp_layout, self.length, size, r, u) for r in ranks]
-        # Values on a GPU are read once a batch, if the layout was made of them; a graph cannot be captured then.
+        # Values that only a GPU has are read once a batch, if the layout was made of them; no graph is captured then.
         ranges = options.ranges(self.length)
         host: Tensor | None = None
         if ranges is None and max(map(len, shards)) > 2 and options.dropout_seed is None:
             ranges = _all_keys(self.length, device)  # one call a step instead of one for each pair of ranges
             host = _all_keys(self.length, torch.device("cpu"))
-        elif ranges is not None and (ranges.is_cpu or self.layout == "balanced"):
+        elif ranges is not None and (options.known_on_host or self.layout == "balanced"):
             host = options.host_ranges(self.length)
         options = options._replace(key_ranges=ranges, cu_seqlens=None)
         if u > 1:
@@ -169,10 +146,8 @@ class Placement(NamedTuple):
                 first_head=options.first_head + at * heads,
                 sink=None if options.sink is None else options.sink.chunk(u)[at],
             )
-        ring = Ring(NAME, transport, ranks, ranks.index(transport.rank), shards, options, host)
-        if self.all_gather and 1 < ranks_per_node < size and size % ranks_per_node == 0:
-            return replace(ring, levels=levels_of(ring, ranks_per_node))
-        return ring
+        at, per_node = ranks.index(transport.rank), ranks_on_nodes(ranks, ranks_per_node)
+        return Ring(NAME, transport, ranks, at, shards, options, host, per_node)
 
     def ulysses(self, transport: Transport) -> UlyssesGroup:
         """The ranks with which this one exchanges heads for tokens."""
@@ -200,7 +175,8 @@ def attention_forward(
     group, heads = placement.ulysses(transport), q.shape[2] // u
     qkv = group.tokens_to_heads(split_heads(u, q, k, v))
     q, k, v = tensors_of(qkv, *((t.shape[2] // u, t.shape[3]) for t in (q, k, v)))
-    result = ring_forward(placement.ring(transport, options, heads, q.device), q, k, v, all_gather=False)
+    ring = placement.ring(transport, options, heads, q.device, ranks_per_node)
+    result = ring_forward(ring, q, k, v, all_gather=False)
     out = result.out.to(q.dtype)
     (out,) = join_heads(group.heads_to_tokens(out.flatten(2)), (heads, out.shape[3]))
     statistics = result.statistics.permute(3, 1, 2, 0).contiguous()

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
-from parallel_ops.context_parallel.cost import AttentionShape, counts
+from parallel_ops.context_parallel.counts import AttentionShape, counts
 from parallel_ops.context_parallel.group_size import KEY, Grouping, group_documents
 from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.planner.model import Model

@@ -44,6 +44,7 @@ class Case:
     layout: str = "zigzag"
     ulysses_degree: int = 1
     all_gather: bool = False
+    ranks_per_node: int = 1
     backend: str = "auto"
 
     @property
@@ -132,7 +133,7 @@ def oracle(case: Case, tensors: list[Tensor | None]) -> list[Tensor]:
 
 def shared(
     case: Case, transport: Any, tensors: list[Tensor | None], between: Callable[[], object] = lambda: None,
-    options: AttentionOptions | None = None, ranks_per_node: int = 1,
+    options: AttentionOptions | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """(O, dq, dk, dv, dsink) of this rank's tokens, over any transport; ``between`` is called before the backward."""
     layout = case.shared_by(transport.size)
@@ -140,11 +141,11 @@ def shared(
     q, k, v, grad = (layout.shard(t, transport.rank) for t in (q, k, v, grad))
     placement = Placement("test", case.length, layout.cp_layout, case.ulysses_degree, case.all_gather)
     rest = placement, transport, options or case.options(sink)
-    out, statistics, held = attention_forward(*rest, q, k, v, ranks_per_node=ranks_per_node)
+    out, statistics, held = attention_forward(*rest, q, k, v, ranks_per_node=case.ranks_per_node)
     if case.ulysses_degree > 1:
         q, k, v = tensors_of(held, *((t.shape[2] // case.ulysses_degree, t.shape[3]) for t in (q, k, v)))
     between()
-    *gradients, dsink = attention_backward(*rest, grad, q, k, v, out, statistics, ranks_per_node=ranks_per_node)
+    *gradients, dsink = attention_backward(*rest, grad, q, k, v, out, statistics, ranks_per_node=case.ranks_per_node)
     return [out, *gradients, *([] if dsink is None else [dsink])]
 
 
