@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops._internal.distributed.groups import group_device
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
-from parallel_ops.context_parallel.algorithm import AlgorithmName
-from parallel_ops.context_parallel.batch_layout import document_layout, layout_for
+from parallel_ops.context_parallel.algorithm import AlgorithmName, link_of, ranks_per_node
+from parallel_ops.context_parallel.batch_layout import Heads, document_layout, layout_for
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.layers.core_attention import CoreAttention
@@ -59,6 +60,7 @@ class Context:
     Args:
         windows: the window of each layer, for the balanced layout, which all layers share.
         parts: other groups of this rank, by size, for ``over``.
+        heads: number of heads on a rank, and their width, for the layout ``"auto"``.
 
     Attributes:
         group, ranks, rank: the process group (``None`` for one rank), its size, and this rank in it.
@@ -68,6 +70,7 @@ class Context:
     def __init__(
         self, layer: str, mesh: DeviceMesh | None, cp_layout: LayoutChoice, algorithm: AlgorithmName,
         windows: Sequence[int | None] = (None,), parts: Mapping[int, ProcessGroup | None] | None = None,
+        heads: Heads | None = None,
     ) -> None:  # fmt: skip
         mesh = check_mesh(layer, mesh)
         layout_for(1, 1, cp_layout)  # raises here, not at the first forward
@@ -77,6 +80,7 @@ class Context:
         self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.core_attention: CoreAttention | None = None
         self._options: dict[str, Any] = {}
+        self._heads = heads or Heads()
         self._parts: dict[int, Context] = {}
         if mesh is not None or parts is not None:
             self.core_attention = RingCoreAttention(
@@ -112,7 +116,11 @@ class Context:
 
     def layout(self, s: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
         """The layout of sequences of ``s`` tokens in all, with documents that start at ``cu_seqlens``."""
-        return document_layout(self.layer, s, self.ranks, self.cp_layout, cu_seqlens, self._cuts)
+        heads = self._heads
+        if self.group is not None:
+            link = link_of(group_device(self.group), torch.bfloat16, self.group)
+            heads = heads._replace(link=link, ranks_per_node=ranks_per_node(self.group))
+        return document_layout(self.layer, s, self.ranks, self.cp_layout, cu_seqlens, self._cuts, heads)
 
     def place(
         self, s: int, *, whole: bool, device: torch.device, cu_seqlens: Tensor | None = None,

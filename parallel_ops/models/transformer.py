@@ -28,6 +28,7 @@ from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.algorithm import AlgorithmName
+from parallel_ops.context_parallel.batch_layout import Heads
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.layers import VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
@@ -126,7 +127,9 @@ class Transformer(TransformerStructure):
                 f"Transformer: stages must have num_layers ({config.num_layers}) layers in all, got {sum(stages.sizes)}"
             )
         self.stages, self.pp_rank = stages, pp_rank
-        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm, config.windows, cp_parts)
+        heads, kv_heads = (max(1, n // self.ranks) for n in (config.num_heads, config.resolved_num_kv_heads))
+        per_rank = Heads(heads, kv_heads, config.resolved_head_dim)
+        self.context = Context("Transformer", cp_mesh, cp_layout, algorithm, config.windows, cp_parts, per_rank)
         if core_attention is not None and self.context.core_attention is not None:
             raise ValueError("Transformer: core_attention must be None with cp_mesh, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
