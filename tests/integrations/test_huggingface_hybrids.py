@@ -49,7 +49,7 @@ def test_logits_losses_gradients_and_tokens_are_those_of_stock(family):
 @pytest.mark.parametrize("family", [name for name in ("gpt_oss", "mimo_v2_flash") if name in HYBRIDS])
 def test_attention_with_sinks_is_replaced_where_nobody_reads_its_weights(family):
     model, inputs = hybrid_of(family), {"input_ids": batch()["input_ids"]}
-    stock = model(**inputs, output_attentions=True)
+    stock = hybrid_of(family)(**inputs, output_attentions=True)  # 4.57 leaves forwards in the modules of such a call
     handle = huggingface.apply(model)
     step(model, **batch())
     assert "flash_attention" in repr(handle) and "unused" not in repr(handle)

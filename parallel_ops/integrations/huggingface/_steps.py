@@ -161,6 +161,8 @@ def _kind_of_experts(module: Any, stock: type[nn.Module]) -> tuple[str | None, s
     config = getattr(module, "config", None)
     reason = reason or (None if config is None else _experts.obstacle(config._experts_implementation))
     reason = reason or (_no_op(act) if act is not None and activation is None else None)
+    if reason is None and act is None and "gate_up_proj_bias" not in module._parameters:
+        reason = "it has no activation"  # GraniteMoE's, before Transformers 5, are linears
     if reason:
         return None, reason, activation
     if activation is not None and _weighted_inputs.take_tokens_alone(module):
