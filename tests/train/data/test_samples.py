@@ -1,7 +1,6 @@
 """Token files, and the samples that are cut from them."""
 
 import itertools
-import shutil
 import struct
 import sys
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.data.batches import shares
 from parallel_ops.train.data.packing import Samples
-from parallel_ops.train.data.permutation import Permutation
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
 
@@ -107,70 +105,6 @@ def test_a_batch_is_drawn_from_the_whole_corpus(tmp_path):
     assert [int(q.tokens[0]) for q in as_they_lie.samples(range(990, 1010))] == [
         *range(15840, 16000, 16), *range(0, 160, 16)
     ]  # fmt: skip
-
-
-class TestPermutation:
-    @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
-    def test_it_is_a_bijection(self, size, seed, epoch):
-        found = Permutation(size, seed=seed, epoch=epoch)(np.arange(size))
-        assert found.dtype == np.int64 and np.array_equal(np.sort(found), np.arange(size))
-
-    @given(st.integers(1, 2**62), st.data())
-    def test_it_holds_no_table(self, size, data):
-        """Of any size, item by item; the same alone and among others."""
-        items = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
-        order = Permutation(size, seed=1, epoch=2)
-        found = order(np.array(items))
-        assert len(set(found.tolist())) == len(items) and found.min() >= 0 and found.max() < size
-        assert [int(order(np.array([item]))[0]) for item in items] == found.tolist()
-        assert sum(np.asarray(value).nbytes for value in vars(order).values()) < 500
-
-    def test_seeds_and_epochs_have_other_orders(self):
-        keys = [(seed, epoch) for seed in range(8) for epoch in range(8)]
-        orders = {tuple(Permutation(50, seed=s, epoch=e)(np.arange(50)).tolist()) for s, e in keys}
-        assert len(orders) == len(keys)
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-    def test_all_orders_of_a_few_are_as_likely(self, size):
-        every = dict.fromkeys(itertools.permutations(range(size)), 0)
-        draws = 12 * len(every)
-        for seed in range(draws):
-            every[tuple(Permutation(size, seed=seed, epoch=0)(np.arange(size)).tolist())] += 1
-        assert chi_square(every.values(), 12) < limit(len(every) - 1)
-
-    @pytest.mark.parametrize("size", [8, 100, 5000])
-    def test_an_item_goes_anywhere(self, size):
-        """Over seeds and over epochs, an eighth of the items to an eighth of the places."""
-        cells = np.zeros((2, 8, 8))
-        eighth = np.arange(size) * 8 // size
-        draws = 8000 // size + 40
-        for draw in range(draws):
-            for kind, key in enumerate(({"seed": draw, "epoch": 3}, {"seed": 3, "epoch": draw})):
-                np.add.at(cells[kind], (eighth, eighth[Permutation(size, **key)(np.arange(size))]), 1)
-        parts = np.bincount(eighth)
-        for found in cells:
-            assert chi_square(found.ravel(), np.outer(parts, parts).ravel() * draws / size) < limit(49)
-
-    def test_neighbours_part(self):
-        """The distance between where neighbours go is as likely to be any."""
-        size = 10**12 + 7
-        found = Permutation(size, seed=5, epoch=1)(np.arange(50000))
-        steps = np.histogram(np.diff(found) % size, 100, (0, size))[0]
-        assert chi_square(steps, 499.99) < limit(99)
-
-    def test_of_nothing_there_is_none(self):
-        with pytest.raises(ValueError, match="size must be at least 1, got 0"):
-            Permutation(0, seed=0, epoch=0)
-
-
-def chi_square(found, expected):
-    found, expected = np.fromiter(found, float), np.asarray(expected)
-    return float(((found - expected) ** 2 / expected).sum())
-
-
-def limit(freedom):
-    """Five standard deviations of chi-square above its mean."""
-    return freedom + 5 * np.sqrt(2 * freedom) + 1
 
 
 def test_documents_apart_are_one_packed_row(tmp_path):
@@ -291,70 +225,6 @@ def test_a_digest_is_of_documents_tokens_and_masks(tmp_path):
     assert digest(DOCUMENTS, (0, 1, 1))[0] == same[0] and digest(DOCUMENTS, (0, 1, 1))[1] != same[1]
     parts = TokenStream.of([file for part in split(stream(tmp_path), 0.3) for file in part.files])
     assert sum(len(block) for file in parts.files for block, _ in file.blocks()) == len(parts)
-
-
-def rows_of(folder, **columns):
-    """A dataset on disk."""
-    datasets = pytest.importorskip("datasets", reason="datasets, with pyarrow, is no dependency")
-    import pyarrow
-
-    shutil.rmtree(folder, ignore_errors=True)
-    datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table(columns)), fingerprint="rows").save_to_disk(folder)
-    return folder
-
-
-ROWS = [[5, 6, 7, 8], [], [9, 10]]
-
-
-class TestColumns:
-    def test_what_counts(self, tmp_path):
-        labels = [[-100, -100, 7, 8], [], [-100, 10]]
-        mask = [[True, True, True, False], [], [True, True]]
-        read = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, labels=labels, assistant_masks=mask, id=[1, 2, 3])])
-        assert read.masked and read.share_counted == 2 / 6 and read.files[0].masks == ["labels", "assistant_masks"]
-        assert read.counted(0, 1, 3).tolist() == [False, True, False] and read.counted(2, 0, 2).tolist() == [
-            False,
-            True,
-        ]
-        assert [why for _, why in read.skipped] == ["its column id"]
-        assert not TokenStream([tmp_path / "d"], masked=False).masked
-        assert TokenStream([tmp_path / "d"], ignore=["labels"]).share_counted == 5 / 6
-        parts = [file for part in split(read, 0.5) for file in part.files]
-        assert np.concatenate([counts() for file in parts for _, counts in file.blocks()]).sum() == 2
-        samples = Samples(read, seq_length=5, seed=None)
-        assert samples.ignores and samples.batch(range(1)).targets[:, 0].tolist() == [-100, 7, -100, -100, 10]
-
-    def test_padding_is_left_out(self, tmp_path):
-        mask = [[0, 1, 1, 0], [], [1, 1]]
-        labels = [[-100, -100, 7, -100], [], [9, 10]]
-        read = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, attention_mask=mask, labels=labels)])
-        assert read.lengths.tolist() == [2, 0, 2] and read.document(0).tolist() == [6, 7]
-        assert read.counted(0, 0, 2).tolist() == [False, True]
-        assert np.concatenate([block for block, _ in read.files[0].blocks()]).tolist() == [6, 7, 9, 10]
-        whole = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, attention_mask=[[1] * 4, [], [1] * 2])])
-        assert whole.lengths.tolist() == [4, 0, 2] and not whole.masked
-
-    @pytest.mark.parametrize(
-        ("columns", "message"),
-        [
-            (
-                {"labels": [[6, 7, 8, 9], [], [9, 10]]},
-                "the column 'labels' has 6 for the token 5; labels are the tokens",
-            ),
-            ({"loss_mask": [[1], [], [1, 1]]}, "row 0: 'loss_mask' has 1 values for 4 tokens"),
-            ({"labels": [1, 0, 1]}, "column 'labels' must have lists of integers, got int64"),
-            (
-                {"position_ids": [[0], [], [0]]},
-                r"has the column 'position_ids', .*; data\.ignore = \[\"position_ids\"\]",
-            ),
-            ({"tools": ["", "", ""]}, "has the column 'tools', which changes what is learnt and is not used here"),
-        ],
-    )
-    def test_what_cannot_be_used(self, tmp_path, columns, message):
-        folder = rows_of(tmp_path / "d", input_ids=ROWS, **columns)
-        with pytest.raises(ValueError, match=message):
-            assert TokenStream([folder]).share_counted
-        assert TokenStream([folder], ignore=[*columns]).share_counted == 1
 
 
 def test_a_dataset_on_disk_is_read_like_files(tmp_path):

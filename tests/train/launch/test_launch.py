@@ -1,6 +1,5 @@
 """Starting a run: plans for other ranks, what is refused before anything starts, Ctrl-C and going on."""
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -8,12 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
-from torch.distributed import Backend, HashStore
+from torch.distributed import Backend
 from torch.distributed.distributed_c10d import BackendConfig
 from typer.testing import CliRunner
 
@@ -27,9 +24,8 @@ from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import cli as command
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import check_environment, name_of_start
 from parallel_ops.train.launch.start import fitted
-from parallel_ops.train.launch.worker import backend_of, gpu_of_rank
+from parallel_ops.train.launch.worker import backend_of
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
 from parallel_ops.train.report import description
 from support.ranks.distributed import ranks
@@ -263,71 +259,6 @@ def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():
     assert [device_types_of(f"cpu:gloo,cuda:{name}") for name in ("nccl2", "nccl-lazy")] == [("cpu", "cuda")] * 2
 
 
-RANK_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({}, None),
-        (RANK_OF_TWO, None),
-        ({"RANK": "", "WORLD_SIZE": ""}, None),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set, beside RANK=0, WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
-        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set"),
-        (RANK_OF_TWO | {"RANK": "a"}, "RANK must be an integer of at least 0, got 'a'"),
-        (RANK_OF_TWO | {"RANK": "-1"}, "RANK must be an integer of at least 0, got '-1'"),
-        (RANK_OF_TWO | {"RANK": "2"}, "RANK must be less than WORLD_SIZE=2, got 2"),
-        (RANK_OF_TWO | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be an integer of at least 1, got 'two'"),
-        (RANK_OF_TWO | {"MASTER_PORT": "http"}, "MASTER_PORT must be an integer of at least 1, got 'http'"),
-        (RANK_OF_TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT must be at most 65535, got 70000"),
-        (RANK_OF_TWO | {"LOCAL_RANK": "x"}, "LOCAL_RANK must be an integer of at least 0, got 'x'"),
-        (RANK_OF_TWO | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK must be less than LOCAL_WORLD_SIZE=2"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # a batch script
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS is 4: srun has started"),
-        ({"SLURM_PROCID": "3"}, "SLURM_PROCID is 3: srun has started .* RANK=\\$SLURM_PROCID, WORLD_SIZE"),
-        (RANK_OF_TWO | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, None),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2: mpirun has started"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2: mpiexec has started"),
-        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE is 2: mpirun has started"),
-    ],
-)
-def test_variables_of_starters_are_named(monkeypatch, variables, message):
-    for name in list(os.environ):
-        if name.startswith(("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MV2_")):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        check_environment()
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "message"), [(None, "LOCAL_RANK is not set, .* 2 GPUs"), ("2", "LOCAL_RANK is 2, but .* 2 GPUs")]
-)
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch, local_rank, message):
-    for name, value in (RANK_OF_TWO | {"LOCAL_RANK": local_rank or ""}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=message):
-        gpu_of_rank()
-
-
-def test_ranks_find_a_name_that_no_start_before_them_had():
-    """Three starts on one store, of which the second breaks off: its rank 1 asks and is gone."""
-    store = HashStore()
-
-    def start(ranks):
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            return set(pool.map(lambda rank: name_of_start(store, rank, 3, 60), ranks))
-
-    first = start((0, 1, 2))
-    store.set("parallel_ops/3/1", "nobody")
-    last = start((2, 0, 1))
-    assert len(first) == len(last) == 1 and first != last
-
-
 @pytest.mark.runs
 def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
     """A whole run of the command: the one test here that starts processes."""
@@ -350,23 +281,3 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
     assert more.returncode == 0, more.stdout
     assert f"resumes from checkpoints/step-{done:08}" in more.stdout
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + 2
-
-
-@pytest.mark.parametrize(
-    ("local", "visible", "index"),
-    [("0", 8, 0), ("7", 8, 7), (None, 8, 0), ("5", 1, 0)],
-)
-def test_a_rank_takes_its_own_gpu(local, visible, index, monkeypatch):
-    """Also where the launcher lets each process see its own alone, as SLURM does with one GPU a task."""
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local is not None:
-        monkeypatch.setenv("LOCAL_RANK", local)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert gpu_of_rank() == index
-
-
-def test_more_ranks_on_a_node_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match="LOCAL_RANK is 4, but this process sees 4 GPUs; start at most as many ranks"):
-        gpu_of_rank()

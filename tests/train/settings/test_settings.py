@@ -15,7 +15,6 @@ from parallel_ops.train.config_file import read_settings, settings_of, with_chan
 from parallel_ops.train.launch.cli import settings_for
 from parallel_ops.train.planner_model import planner_model
 from parallel_ops.train.settings import renamed
-from parallel_ops.train.settings.deepspeed import with_deepspeed
 from parallel_ops.train.step.optimizer import learning_rate
 
 SMALL = {
@@ -287,86 +286,6 @@ def test_what_the_planner_writes_is_a_run(model):
     assert settings.plan == plan
     assert np.iinfo(settings.data.dtype).max >= shape.vocab_size - 1
     assert planner_model(settings.config, settings.seq_length, shape.name) == shape
-
-
-DEEPSPEED = {
-    "train_batch_size": 16,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": 0.5,
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": False, "hysteresis": 2},
-    "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.99], "eps": 1e-9, "weight_decay": 0.05}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {
-        "warmup_num_steps": 10, "total_num_steps": 300, "warmup_type": "linear", "warmup_min_lr": 0}},
-    "steps_per_print": 5,
-    "wall_clock_breakdown": False,
-}  # fmt: skip
-
-
-class TestDeepSpeed:
-    def read(self, tmp_path, change=None, data=SMALL):
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps({**DEEPSPEED, **(change or {})}))
-        data = {**data, "parallel": {"dp": 2, "tp": 2}}
-        with pytest.warns(UserWarning, match=r"without effect here: .*zero_optimization\.overlap_comm"):
-            return settings_of(with_deepspeed(data, path))
-
-    def test_what_it_says_is_done(self, tmp_path):
-        settings = self.read(tmp_path)
-        assert settings.plan == Plan(dp=2, tp=2, zero=2, micro_batch=2, global_batch=16, fused_loss=True)
-        found = settings.optimizer
-        assert (found.lr, found.betas, found.eps, found.weight_decay, found.grad_clip) == (
-            2e-4,
-            (0.9, 0.99),
-            1e-9,
-            0.05,
-            0.5,
-        )
-        assert (found.schedule, found.warmup, found.min_lr_ratio, settings.run.steps) == ("linear", 10, 0.0, 300)
-        assert settings.logging.interval == 5 and settings.precision.dtype == "bf16"
-
-    def test_fp16_offload_and_accumulation(self, tmp_path):
-        settings = self.read(tmp_path, {
-            "train_batch_size": "auto", "gradient_accumulation_steps": 3, "bf16": {"enabled": False},
-            "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50},
-            "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"},
-                                  "offload_param": {"device": "cpu"}},
-        })  # fmt: skip
-        assert settings.plan.global_batch == 12 and settings.plan.offload == "optimizer"
-        assert (settings.precision.initial_scale, settings.precision.growth_interval) == (4096.0, 50)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"optimizer": {"type": "Lamb"}}, "optimizer.type cannot be 'Lamb': the optimizer is AdamW"),
-            ({"sparse_gradients": True}, "sparse_gradients cannot be True"),
-            ({"amp": {"enabled": True}}, "amp.enabled cannot be True"),
-            (
-                {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-                "zero_quantized_weights cannot be True",
-            ),
-            ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device cannot be 'nvme'"),
-            ({"fp16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
-            ({"gradient_accumulation_steps": 3}, "train_batch_size is 16, not 2 of"),
-            ({"scheduler": {"type": "OneCycle"}}, "scheduler.type cannot be 'OneCycle'"),
-            ({"scheduler": {"type": "WarmupLR"}}, r"warmup_type cannot be log \(the default\)"),
-            ({"pipeline": {"stages": 2}}, "pipeline.stages is not supported"),
-            ({"train_batch_size": "many"}, "train_batch_size must be int, got 'many'"),
-        ],
-    )
-    def test_what_cannot_be_done_is_named(self, tmp_path, change, message):
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps({**DEEPSPEED, **change}))
-        with pytest.raises(ValueError, match=message):
-            with_deepspeed({**SMALL, "parallel": {"dp": 2, "tp": 2}}, path)
-
-    def test_both_say_the_same(self, tmp_path):
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps(DEEPSPEED))
-        with pytest.raises(ValueError, match=r"lr says 0.0002, but optimizer.lr is 0.1"):
-            with_deepspeed({**SMALL, "parallel": {"dp": 2, "tp": 2}, "optimizer": {"lr": 0.1}}, path)
 
 
 @pytest.mark.parametrize("by", ["file", "change"])
