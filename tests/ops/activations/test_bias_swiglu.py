@@ -68,13 +68,6 @@ def test_gate_is_the_first_half(device):
     assert bias_swiglu(x.flip(-1)).item() == pytest.approx(-100 * 3 / (1 + 2.718281828**-3), rel=1e-6)
 
 
-def test_gradient_matches_finite_differences(device):
-    x, bias = inputs(3, 2, 5, dtype=torch.float64, device=device)
-    suite.check_gradient(bias_swiglu, [x, bias])
-    suite.check_gradient(bias_swiglu, [x])
-    suite.check_gradient(lambda x: bias_swiglu(x, interleaved=True, limit=1.0), [x])
-
-
 def test_custom_op_contract(device):
     x, bias = inputs(3, 2, 5, device=device)
     for args in ([x, bias], [x, None], [x.detach(), bias], [x.transpose(0, 1).detach(), None]):
@@ -82,30 +75,6 @@ def test_custom_op_contract(device):
     suite.check_op(raw_op, [x, bias, randn(3, 2, 1, dtype=torch.float32, device=device), 1.702, 7.0, 1.0])
     suite.check_op(raw_op, [x, None, randn(3, 2, 1, dtype=torch.float32, device=device), 1.702, 7.0, 1.0, True])
     suite.check_op(raw_op, [x.transpose(0, 1).detach(), None, None, *NO_OPTIONS, True])
-    suite.check_second_derivative_raises(bias_swiglu, [x, bias])
-
-
-def test_same_bits_on_every_run_and_thread_count(device):
-    grad = randn(700, 1100, dtype=torch.float32, device=device, seed=3).detach()
-    suite.check_deterministic(bias_swiglu, inputs(700, 1100, device=device), grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(device, dtype):
-    x, bias = inputs(4, 3, 1030, dtype=dtype, device=device)
-    suite.check_layouts(bias_swiglu, [x, bias], index=0)
-    suite.check_layouts(bias_swiglu, [x, None], index=0)
-    for layout in suite.layouts(bias).values():
-        assert torch.equal(bias_swiglu(x, layout), bias_swiglu(x, bias))
-
-
-def test_compiles_to_one_graph_for_all_sizes(device):
-    cases = [inputs(n, 3, h, device=device) for n, h in [(4, 8), (6, 10)]]
-    suite.check_compiles(bias_swiglu, cases)
-
-
-def test_activation_checkpointing(device):
-    suite.check_checkpointing(bias_swiglu, inputs(6, 8, device=device))
 
 
 def test_autocast_runs_in_the_autocast_dtype(device):

@@ -123,14 +123,6 @@ def test_custom_op_contract(device):
     suite.check_second_derivative_raises(of_order(unpermute, order), [y, weights])
 
 
-def test_same_bits_on_every_run_and_thread_count(device):
-    order = order_of(400, 3, device=device)
-    x, y = (randn(n, 1100, dtype=torch.bfloat16, device=device) for n in (400, order.rows.shape[0]))
-    weights = randn(400, 3, dtype=torch.float32, device=device)
-    suite.check_deterministic(of_order(permute, order), [x], y.detach())
-    suite.check_deterministic(of_order(unpermute, order), [y, weights], x.detach())
-
-
 def test_layouts(device):
     order = order_of(9, 3, device=device)
     x, y = (randn(n, 1030, dtype=torch.bfloat16, device=device) for n in (9, order.rows.shape[0]))
@@ -138,19 +130,6 @@ def test_layouts(device):
     suite.check_layouts(of_order(permute, order), [x])
     for index in (0, 1):
         suite.check_layouts(of_order(unpermute, order), [y, weights], index=index)
-
-
-def test_compiles_to_one_graph_for_all_sizes(device):
-    def run(x, weights, experts):
-        order = sort_by_expert(experts, 8)
-        return unpermute(permute(x, order) * 2, order, weights)
-
-    cases = [
-        [randn(t, h, dtype=torch.float32, device=device), randn(t, 2, dtype=torch.float32, device=device),
-         random_experts(t, 2, 8, device=device)]
-        for t, h in ((4, 8), (6, 10))
-    ]  # fmt: skip
-    suite.check_compiles(run, cases)
 
 
 def test_autocast_leaves_dtypes_alone(device):

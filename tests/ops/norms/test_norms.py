@@ -99,13 +99,6 @@ def test_without_parameters(device, norm, dtype, residual):
     assert torch.equal(norm.op(x), norm.op(x, torch.ones(70, device=device)))
 
 
-@residuals
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_gradient_matches_finite_differences(device, norm, residual, zero_centered):
-    args, _ = arguments(norm, 3, 2, 5, dtype=torch.float64, device=device, residual=residual)
-    suite.check_gradient(with_residual(norm.op, zero_centered=zero_centered), args)
-
-
 def test_gradient_of_one_output_alone(device, norm):
     (x, r, *params), _ = arguments(norm, 3, 8, dtype=torch.float64, device=device, residual=True)
     for index in (0, 1):
@@ -129,41 +122,6 @@ def test_custom_op_contract(device, norm, residual):
         norm.raw,
         [x.detach().bfloat16().requires_grad_(), *([None] * len(params)), wide if residual else None, 1e-5, False],
     )
-    suite.check_second_derivative_raises(with_residual(norm.op), [x, r, *params])
-
-
-@residuals
-def test_same_bits_on_every_run_and_thread_count(device, norm, residual):
-    case = arguments(norm, 700, 1100, dtype=torch.float32, device=device, residual=residual)
-    suite.check_deterministic(with_residual(norm.op), *case)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(device, norm, dtype):
-    args, _ = arguments(norm, 4, 3, 1030, dtype=dtype, device=device, residual=True)
-    op = with_residual(norm.op)
-    suite.check_layouts(op, args, index=0)
-    suite.check_layouts(op, args, index=1)
-    suite.check_layouts(op, [args[0], None, *args[2:]], index=0)
-    for index in range(2, len(args)):
-        for layout in suite.layouts(args[index]).values():
-            varied = [*args[:index], layout, *args[index + 1 :]]
-            assert torch.equal(op(*varied)[0], op(*args)[0])
-
-
-@residuals
-def test_compiles_to_one_graph_for_all_sizes(device, norm, residual):
-    options = {"dtype": torch.float32, "device": device, "residual": residual}
-    cases = [arguments(norm, n, 3, h, **options)[0] for n, h in [(4, 8), (6, 10)]]
-    suite.check_compiles(with_residual(norm.op), cases)
-    if residual and norm.name == "layer_norm":  # Inductor's case of an op with several outputs
-        suite.check_compiles(with_residual(norm.op), cases, backend="inductor")
-
-
-@residuals
-def test_activation_checkpointing(device, norm, residual):
-    args, _ = arguments(norm, 6, 8, dtype=torch.float32, device=device, residual=residual)
-    suite.check_checkpointing(with_residual(norm.op), args)
 
 
 def test_autocast_keeps_the_dtype_of_the_stream(device, norm):

@@ -58,40 +58,11 @@ def test_fp64_is_computed_in_fp64(device):
 
 
 @windows
-def test_gradient_matches_finite_differences(device, window):
-    x = randn(2, 4, 6, dtype=torch.float64, device=device)
-    suite.check_gradient(functools.partial(scaled_causal_softmax, scale=0.7, window=window), [x])
-
-
-@windows
 def test_custom_op_contract(device, window):
     x = randn(2, 3, 4, 5, dtype=torch.float32, device=device)
     for scores in (x, x.detach(), x.transpose(0, 1).detach()):
         suite.check_op(raw_op, [scores, None, 0.5, window])
     suite.check_op(raw_op, [x, randn(3, dtype=torch.float32, device=device), 0.5, window])
-    suite.check_second_derivative_raises(scaled_causal_softmax, [x])
-
-
-def test_same_bits_on_every_run_and_thread_count(device):
-    x, grad = (randn(2, 3, 101, 300, dtype=torch.float32, device=device, seed=i) for i in (0, 3))
-    suite.check_deterministic(scaled_causal_softmax, [x], grad)
-
-
-@windows
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(device, dtype, window):
-    x = randn(2, 3, 40, 70, dtype=dtype, device=device)
-    suite.check_layouts(functools.partial(scaled_causal_softmax, window=window), [x])
-
-
-def test_compiles_to_one_graph_for_all_sizes(device):
-    cases = [[randn(n, 3, n, k, dtype=torch.float32, device=device), 0.5] for n, k in [(4, 8), (6, 10)]]
-    for window in (None, 3):
-        suite.check_compiles(functools.partial(scaled_causal_softmax, window=window), cases)
-
-
-def test_activation_checkpointing(device):
-    suite.check_checkpointing(scaled_causal_softmax, [randn(2, 3, 4, 8, dtype=torch.float32, device=device)])
 
 
 def test_autocast_leaves_dtypes_alone(device):

@@ -78,13 +78,6 @@ def test_fp64_is_computed_in_fp64(device):
         torch.testing.assert_close(scaled_masked_softmax(x, mask, 1 / 3), expected, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "additive -inf", "additive float64"])
-def test_gradient_matches_finite_differences(device, kind):
-    x = randn(2, 3, 2, 5, dtype=torch.float64, device=device)
-    mask = masked(kind, (2, 1, 1, 5), device)
-    suite.check_gradient(lambda x: scaled_masked_softmax(x, mask, 0.7), [x])
-
-
 def test_custom_op_contract(device):
     x = randn(2, 3, 2, 5, dtype=torch.float32, device=device)
     for scores in (x, x.detach(), x.transpose(0, 1).detach()):
@@ -92,14 +85,6 @@ def test_custom_op_contract(device):
             suite.check_op(raw_op, [scores, masked(kind, (2, 5), device), None, 0.5])
     sink, additive = (randn(*s, dtype=torch.float32, device=device) for s in ((3,), (3, 1, 5)))
     suite.check_op(raw_op, [x, additive, sink, 0.5])
-    suite.check_second_derivative_raises(scaled_masked_softmax, [x, None])
-
-
-def test_same_bits_on_every_run_and_thread_count(device):
-    x = randn(2, 3, 100, 1100, dtype=torch.float32, device=device)
-    grad = randn(2, 3, 100, 1100, dtype=torch.float32, device=device, seed=3)
-    for kind in ("none", "bool", "additive float32"):
-        suite.check_deterministic(scaled_masked_softmax, [x, masked(kind, (2, 1, 1, 1100), device)], grad)
 
 
 def same_values(a, b):
@@ -111,19 +96,13 @@ def same_values(a, b):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(device, dtype):
+def test_layouts_of_the_mask(device, dtype):
     x = randn(2, 3, 4, 1030, dtype=dtype, device=device)
-    for kind in ("none", "bool", "additive float32"):
+    for kind in ("bool", "additive float32"):
         mask = masked(kind, (2, 1, 4, 1030), device)
-        suite.check_layouts(scaled_masked_softmax, [x, mask])
-        if mask is not None:
-            expected = scaled_masked_softmax(x, mask)
-            for layout in [
-                *suite.layouts(mask).values(),
-                mask.expand(2, 3, 4, 1030),
-                mask.expand(2, 3, 4, 1030).clone(),
-            ]:
-                same_values(scaled_masked_softmax(x, layout), expected)
+        expected, whole = scaled_masked_softmax(x, mask), mask.expand(2, 3, 4, 1030)
+        for layout in (*suite.layouts(mask).values(), whole, whole.clone()):
+            same_values(scaled_masked_softmax(x, layout), expected)
 
 
 def test_masks_broadcast_in_every_dimension(device):
@@ -195,21 +174,6 @@ def test_nan_and_inf_flow_to_the_unmasked_part_of_their_row(device, bad):
         assert y[[0, 2]].isfinite().all()
     x[1] = torch.nan
     assert scaled_masked_softmax(x, None)[1].isnan().all()
-
-
-def test_compiles_to_one_graph_for_all_sizes(device):
-    for kind in ("none", "bool", "additive float32"):
-        cases = [
-            [randn(n, 3, 4, k, dtype=torch.float32, device=device), masked(kind, (n, 1, 1, k), device), 0.5]
-            for n, k in [(4, 8), (6, 10)]
-        ]
-        suite.check_compiles(scaled_masked_softmax, cases)
-    suite.check_compiles(functools.partial(scaled_masked_softmax, window=(1, 2)), [case[:2] for case in cases])
-
-
-def test_activation_checkpointing(device):
-    x = randn(2, 3, 4, 8, dtype=torch.float32, device=device)
-    suite.check_checkpointing(scaled_masked_softmax, [x, masked("bool", (2, 1, 1, 8), device)])
 
 
 def test_autocast_leaves_dtypes_alone(device):

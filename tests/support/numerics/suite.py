@@ -1,4 +1,4 @@
-"""The promises that every op makes, as checks that each op's test file calls on its own inputs.
+"""The promises that every op makes, as checks of a function and its inputs.
 
 ``op`` and ``reference`` take the same arguments. Arguments that are floating-point tensors with ``requires_grad``
 are differentiated; everything else is passed through.
