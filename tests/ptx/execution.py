@@ -78,13 +78,12 @@ def executed(
     capability: int,
     *,
     exact: bool = False,
-    seed: int = 0,
     programs: int | None = None,
     shuffle: int | None = None,
 ) -> Iterator[list[Report]]:
     """Kernels that are launched in the block are compiled for ``sm_<capability>`` and run here.
 
-    ``exact``: approximate instructions are exact, instead of off by their worst error in directions set by ``seed``.
+    ``exact``: approximate instructions are exact, instead of off by their worst error in directions that are drawn.
     ``programs``: run so many programs of each launch, evenly spread over the grid, instead of all; of a grid of tiles
     of which the last of a row is partly empty, as many as whole rows of tiles need, two at least. Where some programs
     wait for others, the workers, both kinds have a report of their own.
@@ -92,7 +91,7 @@ def executed(
     """
     reports: list[Report] = []
     notes = _Unwritten()
-    approximation = Approximation(None if exact else seed)
+    approximation = Approximation(None if exact else 0)
 
     def execute(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         reports.extend(_run(self, args, kwargs, grid, capability, programs, notes, approximation, shuffle=shuffle))

@@ -246,16 +246,3 @@ def test_chunks_that_cannot_be_sent(chunk, error, message):
     outcome = pair(lambda t: t.post("test", [chunk()]), lambda t: None)[0]
     assert isinstance(outcome, error)
     assert f"test: {message}" in str(outcome)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"size": 0}, "size must be at least 1, got 0"),
-        ({"size": 1, "credits": -1}, "credits must not be negative, got -1"),
-        ({"size": 1, "device_type": "tpu"}, "device_type must be 'cpu' or 'cuda', got 'tpu'"),
-    ],
-)
-def test_groups_that_cannot_be(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LoopbackGroup(**arguments)

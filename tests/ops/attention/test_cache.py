@@ -36,8 +36,8 @@ def nothing_made():
     cache._made.clear()
 
 
-def bounds(cu_seqlens, length=64, **given):
-    tokens = TokenRange(0, length)
+def bounds(cu_seqlens, **given):
+    tokens = TokenRange(0, 64)
     found = options.AttentionOptions(cu_seqlens=cu_seqlens).ranges(64)
     return attention_bounds(tokens, tokens, right=0, ranges=found, **given)
 

@@ -30,10 +30,6 @@ def positional(f):
     return lambda x, weight, offs, bias=None: f(x, weight, offs, bias=bias)
 
 
-def ends_of(counts, device, dtype=torch.int32):
-    return torch.tensor(counts, device=device).cumsum(0).to(dtype)
-
-
 def inputs(counts, padding=0, width=8, out=16, *, dtype=torch.float32, device="cpu", bias=True, seed=0):
     """Rows past the last expert's are NaN: nothing may read them."""
     n, rows = len(counts), sum(counts)
@@ -41,7 +37,7 @@ def inputs(counts, padding=0, width=8, out=16, *, dtype=torch.float32, device="c
     x[rows:] = torch.nan
     weight = randn(n, out, width, dtype=dtype, device=device, seed=seed + 1, scale=0.5)
     of_rows = randn(n, out, dtype=dtype, device=device, seed=seed + 2) if bias else None
-    return [x.requires_grad_(), weight, ends_of(counts, device), of_rows]
+    return [x.requires_grad_(), weight, torch.tensor(counts, device=device).cumsum(0).int(), of_rows]
 
 
 def grad_for(args, seed=9):

@@ -35,13 +35,6 @@ class Buffer:
     read: Array | None = None  # 1 + the program, the number of barriers and the warp that read it last
     atomic: Array | None = None  # what atomic instructions touched, which others must leave alone
 
-    def note_writer(self, first: int, end: int, program: int) -> None:
-        """Bytes that a program, before all barriers, has written."""
-        self._shadows()
-        assert self.program is not None and self.thread is not None
-        units = slice(first // self.unit, -(-end // self.unit))
-        self.program[units], self.thread[units] = 1 + program, 0
-
     def _shadows(self) -> None:
         if self.program is None:
             count = -(-len(self.data) // self.unit)

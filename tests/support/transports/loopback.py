@@ -37,17 +37,10 @@ class LoopbackGroup(Generic[R]):
         size: how many ranks.
         seed: which rank goes next whenever several could. ``None``: the lowest after the one that ran.
         credits: how many chunks may be sent from one rank to another before they are received.
-        device_type: where the tensors live, ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, size: int, *, seed: int | None = None, credits: int = 0, device_type: str = "cpu") -> None:
-        if size < 1:
-            raise ValueError(f"LoopbackGroup: size must be at least 1, got {size}")
-        if credits < 0:
-            raise ValueError(f"LoopbackGroup: credits must not be negative, got {credits}")
-        if device_type not in ("cpu", "cuda"):
-            raise ValueError(f"LoopbackGroup: device_type must be 'cpu' or 'cuda', got {device_type!r}")
-        self.size, self.seed, self.credits, self.device_type = size, seed, credits, device_type
+    def __init__(self, size: int, *, seed: int | None = None, credits: int = 0) -> None:
+        self.size, self.seed, self.credits = size, seed, credits
 
     def run(self, rank_main: Callable[["LoopbackTransport"], R]) -> list[R]:
         """What ``rank_main`` returned on each rank.
@@ -251,7 +244,7 @@ class LoopbackTransport(Transport):
     """One rank's end of a LoopbackGroup."""
 
     def __init__(self, group: LoopbackGroup[Any], rank: int, baton: _Baton, network: _Network) -> None:
-        super().__init__(rank, group.size, Capabilities("loopback", (group.device_type,), False))
+        super().__init__(rank, group.size, Capabilities("loopback", ("cpu",), False))
         self._baton, self.network = baton, network
         self._handles: list[_LoopbackHandle] = []
 
