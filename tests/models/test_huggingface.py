@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface import tensor_files
 from parallel_ops.models.huggingface.rotary import read_rotary
 from parallel_ops.models.rotary_scaling import DynamicScaling, LinearScaling, rotary_angles
 from support.integrations.huggingface_folders import (
@@ -79,7 +79,7 @@ def test_fully_sharded_ranks_read_and_write_the_same_files(name, folders, tmp_pa
         for got in ranks(4).run(on_rank.sharded_step, name, tp, str(copied)):
             assert math.isfinite(got["loss"])
             assert all(torch.equal(weight, want[key]) for key, weight in got["weights"].items())
-        assert (copied / f"again{tp}" / loading.INDEX).exists()
+        assert (copied / f"again{tp}" / tensor_files.INDEX).exists()
         assert same_tensors(copied, copied / f"again{tp}")
 
 
@@ -138,7 +138,7 @@ def test_old_spellings_are_read(folders, tokens, tmp_path):
     old = change_config(folders / "gpt2", tmp_path / "gpt2")
     save_file(
         bare | {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": bare["wte.weight"].clone()},
-        old / loading.SINGLE,
+        old / tensor_files.SINGLE,
     )
     torch.testing.assert_close(Transformer.from_pretrained(old).eval()(tokens), want, rtol=1e-5, atol=1e-5)
 
@@ -147,9 +147,9 @@ def test_any_slices_of_stacked_tensors_are_read(folders):
     """As ranks hold them: some experts, or some rows or columns of each, on both sides of gates and ups."""
     config, draw = config_from_pretrained(folders / "gpt_oss"), random.Random(0)
     whole = Transformer.from_pretrained(folders / "gpt_oss").state_dict()
-    options = json.loads((folders / "gpt_oss" / loading.CONFIG).read_text())
+    options = json.loads((folders / "gpt_oss" / tensor_files.CONFIG).read_text())
     with contextlib.ExitStack() as stack:
-        files = loading._Files(folders / "gpt_oss", options, stack)
+        files = tensor_files.Files(folders / "gpt_oss", options, stack)
         files.check(config, Transformer.global_shapes)
         for trial in range(200):
             name = f"layers.{trial % 2}.mlp.experts.{draw.choice(('gate_up', 'gate_up_bias', 'down', 'down_bias'))}"

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import save_file
 
 from parallel_ops.models import Transformer, YarnScaling, config_from_pretrained
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface import tensor_files
 from parallel_ops.planner import Plan
 from support.integrations.huggingface import LENGTH, VOCAB
 from support.integrations.huggingface_folders import GPT_OSS, SIZES, YARN, logits_of, opened, tensors_of
@@ -58,13 +58,13 @@ def test_quantized_gpt_oss_is_read_after_what_its_error_says(tokens, tmp_path):
         experts, inner, outer = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(121, 126, (experts, outer, inner // 32), dtype=torch.uint8)
-    save_file(tensors, folder / loading.SINGLE, metadata={"format": "pt"})
-    options = json.loads((folder / loading.CONFIG).read_text())
+    save_file(tensors, folder / tensor_files.SINGLE, metadata={"format": "pt"})
+    options = json.loads((folder / tensor_files.CONFIG).read_text())
     options["quantization_config"] = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "embed_tokens", "lm_head"],
     }
-    (folder / loading.CONFIG).write_text(json.dumps(options))
+    (folder / tensor_files.CONFIG).write_text(json.dumps(options))
     with pytest.raises(ValueError, match="weights quantized by mxfp4, which are not supported") as raised:
         Transformer.from_pretrained(folder)
     command = str(raised.value).rpartition("with transformers: ")[2]
@@ -88,9 +88,9 @@ def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, a
     folder = tmp_path / "m"
     shutil.copytree(folders / name, folder)
     factor = 0.3 if aux and name != "deepseek_v3" else 0.0
-    options = json.loads((folder / loading.CONFIG).read_text())
+    options = json.loads((folder / tensor_files.CONFIG).read_text())
     options |= {"router_aux_loss_coef": factor} if name != "deepseek_v3" else {}
-    (folder / loading.CONFIG).write_text(json.dumps(options))
+    (folder / tensor_files.CONFIG).write_text(json.dumps(options))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, output_router_logits=True).train()
     model.router_aux_loss_coef = factor
     tokens, targets = torch.randint(VOCAB, (2, LENGTH, 4), generator=torch.Generator().manual_seed(2))
@@ -120,7 +120,7 @@ def test_weights_in_8_bits_are_multiplied_with_their_scales(folders, tokens, tmp
         shutil.copytree(folders / "deepseek_v3", folder)
         for file in folder.glob("*.safetensors"):
             file.unlink()
-        (folder / loading.INDEX).unlink(missing_ok=True)
+        (folder / tensor_files.INDEX).unlink(missing_ok=True)
     stored, undone = {}, {}
     for key, t in tensors_of(folders / "deepseek_v3").items():
         stored[key] = undone[key] = t
@@ -129,19 +129,19 @@ def test_weights_in_8_bits_are_multiplied_with_their_scales(folders, tokens, tmp
             scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(t.numel())) + 0.5
             each = scales.repeat_interleave(7, 0).repeat_interleave(5, 1)[: t.shape[0], : t.shape[1]]
             stored[key] = (t / each).to(torch.float8_e4m3fn)
-            stored[f"{key}{loading.SCALE}"] = scales
+            stored[f"{key}{tensor_files.SCALE}"] = scales
             undone[key] = stored[key].float() * each
-    save_file(stored, scaled / loading.SINGLE)
-    save_file(undone, plain / loading.SINGLE)
-    options = json.loads((scaled / loading.CONFIG).read_text())
+    save_file(stored, scaled / tensor_files.SINGLE)
+    save_file(undone, plain / tensor_files.SINGLE)
+    options = json.loads((scaled / tensor_files.CONFIG).read_text())
     options["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [7, 5], "fmt": "e4m3"}
-    (scaled / loading.CONFIG).write_text(json.dumps(options))
+    (scaled / tensor_files.CONFIG).write_text(json.dumps(options))
     want = Transformer.from_pretrained(plain).eval()(tokens)
     results = ranks(4).run(on_rank.loaded, str(scaled), tokens, str(tmp_path / "again"))
     for logits in [Transformer.from_pretrained(scaled).eval()(tokens), *results[0]["logits"]]:
         torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
-    assert "quantization_config" not in json.loads((tmp_path / "again" / loading.CONFIG).read_text())
+    assert "quantization_config" not in json.loads((tmp_path / "again" / tensor_files.CONFIG).read_text())
     options["quantization_config"] = {"quant_method": "gptq"}
-    (scaled / loading.CONFIG).write_text(json.dumps(options))
+    (scaled / tensor_files.CONFIG).write_text(json.dumps(options))
     with pytest.raises(ValueError, match=r"has quantization_config .*; supported is fp8 with a weight_block_size"):
         Transformer.from_pretrained(scaled)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_ops.models import Transformer, config_from_pretrained
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface import tensor_files
 from support.integrations.huggingface import VOCAB
 from support.integrations.huggingface_folders import LLAMA3, change_config, change_tensors, tensors_of
 from support.parallelism import transformer as on_rank
@@ -115,10 +115,12 @@ def broken_files(good, tmp_path):
     cut, text, array, empty, no_config = (
         change_config(good, tmp_path / n) for n in ("cut", "text", "array", "empty", "no_config")
     )
-    (cut / loading.SINGLE).write_bytes((good_bytes := (cut / loading.SINGLE).read_bytes())[: len(good_bytes) // 2])
+    (cut / tensor_files.SINGLE).write_bytes(
+        (good_bytes := (cut / tensor_files.SINGLE).read_bytes())[: len(good_bytes) // 2]
+    )
     (text / "config.json").write_text("{")
     (array / "config.json").write_text("[]")
-    (empty / loading.SINGLE).unlink()
+    (empty / tensor_files.SINGLE).unlink()
     (no_config / "config.json").unlink()
     tensors = tensors_of(good)
     index = dict.fromkeys(tensors, "a.safetensors")
@@ -137,10 +139,10 @@ def broken_files(good, tmp_path):
         ("no_map", "has no weight_map", {}, tensors),
     ):
         folder = broken[message] = change_config(good, tmp_path / name)
-        (folder / loading.SINGLE).unlink()
+        (folder / tensor_files.SINGLE).unlink()
         save_file({key: tensors[key] for key in written}, folder / "a.safetensors")
         places = weight_map if isinstance(weight_map, dict) else dict.fromkeys(weight_map, "a.safetensors")
-        (folder / loading.INDEX).write_text(json.dumps({"weight_map": places}))
+        (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": places}))
     return broken
 
 
@@ -195,7 +197,7 @@ def test_layers_that_the_configuration_does_not_have_are_refused(folders, tmp_pa
     extra = {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    (folder / loading.INDEX).unlink(missing_ok=True)
-    save_file(tensors_of(folders / "deepseek_v3-plain") | extra, folder / loading.SINGLE)
+    (folder / tensor_files.INDEX).unlink(missing_ok=True)
+    save_file(tensors_of(folders / "deepseek_v3-plain") | extra, folder / tensor_files.SINGLE)
     with pytest.raises(ValueError, match=r"has model\.layers\.3\.eh_proj\.weight, .* 0 that predict further tokens"):
         Transformer.from_pretrained(folder)

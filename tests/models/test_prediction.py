@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from parallel_ops.models import Transformer, config_from_pretrained
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface import tensor_files
 from parallel_ops.models.prediction import further
 from parallel_ops.planner import Plan
 from support.integrations.huggingface import LENGTH, VOCAB
@@ -74,7 +74,7 @@ class Reference(nn.Module):
                 tensors[f"model.layers.{LAYERS + k}.{name}.weight"] = tensors[f"{t}.weight"].clone()
         for file in folder.glob("*.safetensors*"):
             file.unlink()
-        save_file(tensors, folder / loading.SINGLE)
+        save_file(tensors, folder / tensor_files.SINGLE)
         return tensors
 
 
@@ -119,11 +119,11 @@ def test_folders_are_read_and_written_back(case, tmp_path):
     model.save_pretrained(tmp_path / "again")
     again = tensors_of(tmp_path / "again")
     assert again.keys() == weights.keys() and all(torch.equal(t, weights[name]) for name, t in again.items())
-    assert json.loads((tmp_path / "again" / loading.CONFIG).read_text())["num_nextn_predict_layers"] == 2
+    assert json.loads((tmp_path / "again" / tensor_files.CONFIG).read_text())["num_nextn_predict_layers"] == 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")  # which leaves these layers out
     torch.testing.assert_close(model(tokens).transpose(0, 1), theirs(tokens.t()).logits, rtol=1e-4, atol=1e-4)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert json.loads((tmp_path / "theirs" / loading.CONFIG).read_text())["num_nextn_predict_layers"] == 2
+    assert json.loads((tmp_path / "theirs" / tensor_files.CONFIG).read_text())["num_nextn_predict_layers"] == 2
     assert config_from_pretrained(tmp_path / "theirs").prediction_layers == 0
     without = Transformer.from_pretrained(folder, config=replace(config, prediction_layers=0))
     assert not any(f"layers.{LAYERS}." in name for name in without.state_dict())
@@ -133,9 +133,9 @@ def test_folders_are_read_and_written_back(case, tmp_path):
 
 def test_a_copy_that_differs_is_refused(case, tmp_path):
     folder, weights, *_ = case
-    (tmp_path / loading.CONFIG).write_text((folder / loading.CONFIG).read_text())
+    (tmp_path / tensor_files.CONFIG).write_text((folder / tensor_files.CONFIG).read_text())
     name = f"model.layers.{LAYERS}.shared_head.head.weight"
-    save_file(weights | {name: weights[name] + 1}, tmp_path / loading.SINGLE)
+    save_file(weights | {name: weights[name] + 1}, tmp_path / tensor_files.SINGLE)
     with pytest.raises(ValueError, match=f"has {name} that differs from the output layer it should be tied to"):
         Transformer.from_pretrained(tmp_path)
 

@@ -13,7 +13,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
 from parallel_ops.models import Transformer, TransformerConfig
-from parallel_ops.models.huggingface.loading import CONFIG, INDEX, SINGLE
+from parallel_ops.models.huggingface.tensor_files import CONFIG, INDEX, SINGLE
 
 SMALL = TransformerConfig(vocab_size=31, seq_length=16, num_layers=1, hidden_size=32, num_heads=4, bias=True)
 

@@ -10,8 +10,6 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +19,9 @@ import torch
 from torch import Tensor
 
 from parallel_ops.layers.lora import is_of_experts, names_of
-from parallel_ops.models.huggingface.families import Family, TensorMapping
-from parallel_ops.models.huggingface.loading import safetensors
+from parallel_ops.models.huggingface.family import Family, TensorMapping
+from parallel_ops.models.huggingface.streaming import new_folder
+from parallel_ops.models.huggingface.tensor_files import safetensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -63,7 +62,7 @@ def write_adapters(
     folder: Path, family: Family, adapters: Adapters, read: Callable[[str], Tensor], *, dtype: torch.dtype | None,
     more: Mapping[str, bytes] | None = None,
 ) -> int:  # fmt: skip
-    """Writes a folder that ``peft.PeftModel.from_pretrained`` opens; it gets its name when all is written.
+    """Writes a folder that ``peft.PeftModel.from_pretrained`` opens; see ``new_folder``.
 
     Args:
         folder: Must not exist, or be empty.
@@ -88,20 +87,11 @@ def write_adapters(
         for kind, tensor in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{name}.{kind}.weight"] = tensor.detach().to("cpu", dtype).contiguous().clone()
     config = _config(family, adapters, modules)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not an empty folder")
-    part = folder.absolute().with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
-    part.mkdir(parents=True)
-    try:
+    with new_folder(folder) as part:
         safetensors().torch.save_file(tensors, part / TENSORS, metadata={"format": "pt"})
         (part / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, content in (more or {}).items():
             (part / name).write_bytes(content)
-        os.replace(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

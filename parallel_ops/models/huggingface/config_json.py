@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.huggingface.expert_families import FAMILIES, deepseek
-from parallel_ops.models.huggingface.families import Family
+from parallel_ops.models.huggingface.families import DEEPSEEK_PLAIN, FAMILIES
+from parallel_ops.models.huggingface.family import Family
 from parallel_ops.models.huggingface.rotary import Options, listed
 from parallel_ops.models.rotary_scaling import DynamicScaling
 
@@ -52,7 +52,7 @@ def family_of(options: Mapping[str, Any]) -> Family:
     if name not in FAMILIES:
         raise ValueError(f"has model_type {name!r}; supported are {listed(FAMILIES)}")
     if name == "deepseek_v3" and options.get("q_lora_rank", True) is None:
-        return deepseek(compressed=False)
+        return DEEPSEEK_PLAIN
     return FAMILIES[name]
 
 
@@ -96,8 +96,7 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
     if isinstance(layers := rest[family.names["num_layers"]], int) and layers > _MOST_LAYERS:
         raise ValueError(f"has {family.names['num_layers']} {layers}; supported are at most {_MOST_LAYERS}")
     try:
-        given = family.read(rest) | {ours: rest.pop(theirs) for ours, theirs in family.names.items()}
-        config = TransformerConfig(**family.always, **given)
+        config = family.read(rest)
     except TypeError as error:
         raise ValueError(f"has a value of a wrong type: {error}") from error
     unknown = {key for key, value in rest.items() if value is not None and value is not False}
@@ -124,10 +123,8 @@ def options_of(config: TransformerConfig, loaded: Mapping[str, Any]) -> Options:
     want, reasons = _resolved(config), []
     for name in sorted(FAMILIES, key=lambda name: name != loaded.get("model_type")):
         family = FAMILIES[name]
-        options = {"model_type": name, "architectures": [family.architecture], **family.fixed}
         try:
-            options |= {theirs: getattr(want, ours) for ours, theirs in family.names.items()}
-            options |= family.write(config)
+            options = {"model_type": name, **family.write(config, want)}
             differing = differences(config_of(options), config)
         except ValueError as error:
             differing = [str(error)]

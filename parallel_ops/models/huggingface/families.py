@@ -1,187 +1,14 @@
 """Hugging Face's names of configuration keys and tensors for each supported family, as tables."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.huggingface.rotary import Options, listed, read_rotary, write_rotary
+from parallel_ops.models.experts import ExpertsConfig
+from parallel_ops.models.huggingface.family import Family, Key, Part, TensorMapping, experts_at, in_layers
+from parallel_ops.models.huggingface.rules import DEEPSEEK, GPT2, GPT_OSS, QWEN_WINDOWS, ROTARY, first_layers, window
+from parallel_ops.models.latent import LatentAttentionConfig
 
-
-@dataclass(frozen=True)
-class TensorMapping:
-    """Where a parameter is stored in the files.
-
-    Attributes:
-        name: name of the tensor, with {} for the number of the layer.
-        transposed: whether it is stored ``[in, out]``.
-        part, parts: the parameter is block ``part`` of ``parts`` equal blocks of rows. Of weights of experts, which
-            have a tensor for each, ``name`` has a second {} for the expert, and ``parts`` names, separated by spaces,
-            of the blocks of rows; unless they are ``stacked``.
-        stacked: whether a parameter of experts is one tensor ``[n, ...]`` for all experts of a layer.
-        interleaved: whether the file has gate, up, gate, up where a stacked parameter has gates and then ups.
-    """
-
-    name: str
-    transposed: bool = False
-    part: int = 0
-    parts: int = 1
-    stacked: bool = False
-    interleaved: bool = False
-
-
-class TensorSlice(NamedTuple):
-    """A piece of a parameter, and where it is stored.
-
-    Attributes:
-        stored: the tensor in the files. place: the slices of the parameter that it is, one a dimension.
-    """
-
-    stored: TensorMapping
-    place: tuple[slice, ...]
-
-    def file_shape(self, whole: Sequence[int]) -> list[int]:
-        """The shape of the tensor in the files, of a parameter of the shape ``whole``."""
-        if self.stored.stacked:
-            matrix = whole[1:]
-            return [whole[0], *(matrix[::-1] if self.stored.transposed else matrix)]
-        rows, *columns = [part.stop - part.start for part in self.place[-2:]]
-        shape = [rows * self.stored.parts, *columns]
-        return shape[::-1] if self.stored.transposed else shape
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family of transformers.
-
-    Attributes:
-        architecture: class of the causal language model in transformers.
-        names: the key of config.json for each field of ``TransformerConfig``.
-        defaults: values of keys that config.json may lack; other keys are required.
-        fixed: keys with a single supported value, which is also their default.
-        always: fields of ``TransformerConfig`` that config.json does not contain.
-        read, write: conversion of all other keys: ``read`` removes them from config.json and returns fields.
-        tensors: where parameters are stored; parameters that a configuration lacks are not in the files.
-        prefix: prefix of names, absent in files of the model without its head.
-        constants: regular expression of names, without the prefix, of tensors in old files that can be computed.
-        copies: the parameters that the layers which predict further tokens share, by their names in these layers.
-    """
-
-    architecture: str
-    names: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    always: Mapping[str, Any]
-    read: Callable[[Options], Options]
-    write: Callable[[TransformerConfig], Options]
-    tensors: Mapping[str, TensorMapping]
-    prefix: str
-    constants: str
-    copies: Mapping[str, str] = field(default_factory=dict)
-
-    def copies_in(self, config: TransformerConfig) -> dict[str, str]:
-        """The parameters that files have a second time, by the names of their copies."""
-        own = {"head.weight": "tokens.weight"} if config.tied_embeddings else {}
-        return {
-            f"{self.prefix}layers.{number}.{name}": own.get(parameter, parameter)
-            for number in range(config.num_layers, config.all_layers)
-            for name, parameter in self.copies.items()
-        }
-
-    def pieces(self, parameter: str, shape: Sequence[int]) -> list[TensorSlice]:
-        """The pieces of ``parameter``, of the whole ``shape``, and where each is stored.
-
-        Raises:
-            ValueError: the family has no such parameter.
-        """
-        stored = self._stored(parameter)
-        if len(shape) == 3 and stored.stacked:  # an expert at a time: all of a layer are large
-            matrix = tuple(slice(0, size) for size in shape[1:])
-            return [TensorSlice(stored, (slice(expert, expert + 1), *matrix)) for expert in range(shape[0])]
-        if len(shape) < 3:
-            return [TensorSlice(stored, tuple(slice(0, size) for size in shape))]
-        each, found = shape[1] // stored.parts, []
-        for expert in range(shape[0]):
-            for part, name in enumerate(stored.name.split(" ")):
-                rows = slice(part * each, (part + 1) * each)
-                place = (slice(expert, expert + 1), rows, slice(0, shape[2]))
-                found.append(TensorSlice(TensorMapping(name.format(expert), stored.transposed), place))
-        return found
-
-    def _stored(self, parameter: str) -> TensorMapping:
-        layer = re.match(r"layers\.(\d+)\.", parameter)
-        found = self.tensors.get(parameter if layer is None else "layers.{}." + parameter[layer.end() :])
-        if found is None:
-            raise ValueError(f"{self.architecture} has no place for {parameter}")
-        if layer is None:
-            return found
-        return replace(found, name=" ".join(name.replace("{}", layer[1], 1) for name in found.name.split(" ")))
-
-
-def _read_mistral(options: Options) -> Options:
-    return read_rotary(options) | {"window": options.pop("sliding_window", 4096)}
-
-
-def _write_mistral(config: TransformerConfig) -> Options:
-    return write_rotary(config) | {"sliding_window": config.windows[0]}
-
-
-def _read_qwen(options: Options) -> Options:
-    layers, window = options["num_hidden_layers"], options.pop("sliding_window", 4096)
-    if not options.pop("use_sliding_window", False):
-        window = None
-    first = options.pop("max_window_layers", 28)
-    kinds = options.pop("layer_types", None)
-    if kinds is None:
-        kinds = kinds_of(window is not None and layer >= first for layer in range(layers))
-    return read_rotary(options) | {"window": windows_of(kinds, layers, window)}
-
-
-def _write_qwen(config: TransformerConfig) -> Options:
-    sliding = [window is not None for window in config.windows]
-    return write_rotary(config) | {
-        "use_sliding_window": any(sliding),
-        "sliding_window": next((window for window in config.windows if window is not None), None),
-        "max_window_layers": sliding.index(True) if any(sliding) else config.num_layers,
-        "layer_types": kinds_of(sliding),
-    }
-
-
-def kinds_of(sliding: Iterable[bool]) -> list[str]:
-    """The ``layer_types`` of layers, by whether their window slides."""
-    return [_KINDS[slides] for slides in sliding]
-
-
-def windows_of(kinds: Sequence[str], layers: int, window: int | None) -> int | tuple[int | None, ...] | None:
-    """``TransformerConfig.window`` for ``layer_types`` and the window of those that slide."""
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS) or (window is None and _KINDS[True] in kinds):
-        raise ValueError(f"has layer_types {kinds!r} for {layers} layers and a sliding window of {window}")
-    windows = tuple(window if kind == _KINDS[True] else None for kind in kinds)
-    return windows[0] if len(set(windows)) == 1 else windows
-
-
-_KINDS = ("full_attention", "sliding_attention")
-
-
-def _read_gpt2(options: Options) -> Options:
-    name = options.pop("activation_function", "gelu_new")
-    if name not in _GELUS:
-        raise ValueError(f"has activation_function {name!r}; supported are {listed(_GELUS)}")
-    dropout, of_embeddings = options.pop("resid_pdrop", 0.1), options.pop("embd_pdrop", 0.1)
-    if dropout != of_embeddings:
-        raise ValueError(f"has embd_pdrop {of_embeddings} and resid_pdrop {dropout}, which must be equal")
-    return {"activation": _GELUS[name], "dropout": dropout}
-
-
-def _write_gpt2(config: TransformerConfig) -> Options:
-    name = next((theirs for theirs, ours in _GELUS.items() if ours == config.activation), "gelu_new")
-    return {"activation_function": name, "resid_pdrop": config.dropout, "embd_pdrop": config.dropout}
-
-
-_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
-
-LLAMA_NAMES = {
+_LLAMA_NAMES = {
     "vocab_size": "vocab_size",
     "seq_length": "max_position_embeddings",
     "num_layers": "num_hidden_layers",
@@ -195,7 +22,7 @@ LLAMA_NAMES = {
     "tied_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-LLAMA_DEFAULTS = {
+_LLAMA_DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
@@ -203,9 +30,16 @@ LLAMA_DEFAULTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-LLAMA_ALWAYS = {
+_LLAMA_ALWAYS = {
     "activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False, "qkv_bias": False,
 }  # fmt: skip
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _without(names: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if name not in left_out}
+
+
 _LLAMA_LAYER = {
     "norm_attention": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -219,48 +53,35 @@ _LLAMA_LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-LLAMA_TENSORS = {
+_LLAMA_TENSORS = {
     "tokens.weight": TensorMapping("model.embed_tokens.weight"),
     "norm.weight": TensorMapping("model.norm.weight"),
     "head.weight": TensorMapping("lm_head.weight"),
-    **{
-        f"layers.{{}}.{ours}.{kind}": TensorMapping(f"model.layers.{{}}.{theirs}.{kind}")
-        for ours, theirs in _LLAMA_LAYER.items()
-        for kind in ("weight", "bias")
-    },
+    **in_layers(_LLAMA_LAYER, ("weight", "bias")),
 }
 LLAMA = Family(
     architecture="LlamaForCausalLM",
-    names=LLAMA_NAMES,
-    defaults=LLAMA_DEFAULTS,
+    names=_LLAMA_NAMES,
+    defaults=_LLAMA_DEFAULTS,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    always=LLAMA_ALWAYS,
-    read=read_rotary,
-    write=write_rotary,
-    tensors=LLAMA_TENSORS,
+    always=_LLAMA_ALWAYS,
+    rules=(ROTARY,),
+    tensors=_LLAMA_TENSORS,
     prefix="model.",
     constants=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
 
-_GPT2_LAYER = {
-    "norm_attention": ("ln_1", False),
-    "attention.out": ("attn.c_proj", True),
-    "norm_mlp": ("ln_2", False),
-    "mlp.up": ("mlp.c_fc", True),
-    "mlp.down": ("mlp.c_proj", True),
-}
+_GPT2_LAYER = {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _GPT2_TENSORS = {
     "tokens.weight": TensorMapping("transformer.wte.weight"),
     "positions.weight": TensorMapping("transformer.wpe.weight"),
     "norm.weight": TensorMapping("transformer.ln_f.weight"),
     "norm.bias": TensorMapping("transformer.ln_f.bias"),
     "head.weight": TensorMapping("lm_head.weight"),
+    **in_layers({"norm_attention": "ln_1", "norm_mlp": "ln_2"}, ("weight", "bias"), "transformer.h"),
     **{
-        f"layers.{{}}.{ours}.{kind}": TensorMapping(
-            f"transformer.h.{{}}.{theirs}.{kind}", transposed and kind == "weight"
-        )
-        for ours, (theirs, transposed) in _GPT2_LAYER.items()
-        for kind in ("weight", "bias")
+        name: replace(stored, transposed=name.endswith("weight"))
+        for name, stored in in_layers(_GPT2_LAYER, ("weight", "bias"), "transformer.h").items()
     },
     **{
         f"layers.{{}}.attention.{ours}.{kind}": TensorMapping(
@@ -271,8 +92,46 @@ _GPT2_TENSORS = {
     },
 }
 
+_DEEPSEEK_LAYER = {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "norm_embedding": "enorm",  # of layers that predict further tokens, as the next three
+    "norm_hidden": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
+}
+_DEEPSEEK_TENSORS = (
+    _LLAMA_TENSORS
+    | experts_at("mlp", *_GATED)
+    | in_layers(_DEEPSEEK_LAYER)
+    | {"layers.{}.mlp.router.selection_bias": TensorMapping("model.layers.{}.mlp.gate.e_score_correction_bias")}
+)
+_GPT_OSS_TENSORS = {
+    "attention.sink": TensorMapping("self_attn.sinks"),
+    "mlp.router.weight": TensorMapping("mlp.router.weight"),
+    "mlp.router.bias": TensorMapping("mlp.router.bias"),
+    "mlp.experts.gate_up": TensorMapping("mlp.experts.gate_up_proj", transposed=True, stacked=True, interleaved=True),
+    "mlp.experts.gate_up_bias": TensorMapping("mlp.experts.gate_up_proj_bias", stacked=True, interleaved=True),
+    "mlp.experts.down": TensorMapping("mlp.experts.down_proj", transposed=True, stacked=True),
+    "mlp.experts.down_bias": TensorMapping("mlp.experts.down_proj_bias", stacked=True),
+}
+
+
+def _experts(always: dict[str, Any] | None = None, **keys: Key) -> dict[str, Part]:
+    """The experts of a family whose auxiliary loss is Mixtral's; transformers adds it with ``output_router_logits``."""
+    keys = {"ffn_hidden_size": Key("intermediate_size", None), "aux_loss": Key("router_aux_loss_coef", 0.001)} | keys
+    return {"experts": Part(ExpertsConfig, keys, {"aux_loss_over": "model"} | (always or {}))}
+
+
 # Of several families that have a configuration, the first is written.
-DENSE = {
+FAMILIES = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         names={
@@ -296,8 +155,7 @@ DENSE = {
         },
         fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         always={},  # the defaults of TransformerConfig
-        read=_read_gpt2,
-        write=_write_gpt2,
+        rules=(GPT2,),
         tensors=_GPT2_TENSORS,
         prefix="transformer.",
         constants=r"h\.\d+\.attn\.(masked_)?bias",
@@ -306,27 +164,128 @@ DENSE = {
     "mistral": replace(
         LLAMA,
         architecture="MistralForCausalLM",
-        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 8},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8},
         fixed={"hidden_act": "silu"},
-        read=_read_mistral,
-        write=_write_mistral,
+        rules=(ROTARY, window(4096)),
     ),
     "qwen2": replace(
         LLAMA,
         architecture="Qwen2ForCausalLM",
-        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 32},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32},
         fixed={"hidden_act": "silu"},
-        always=LLAMA_ALWAYS | {"qkv_bias": True},
-        read=_read_qwen,
-        write=_write_qwen,
+        always=_LLAMA_ALWAYS | {"qkv_bias": True},
+        rules=(ROTARY, QWEN_WINDOWS),
     ),
     "qwen3": replace(
         LLAMA,
         architecture="Qwen3ForCausalLM",
-        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
         fixed={"hidden_act": "silu", "attention_bias": False},
-        always=LLAMA_ALWAYS | {"qk_norm": True},
-        read=_read_qwen,
-        write=_write_qwen,
+        always=_LLAMA_ALWAYS | {"qk_norm": True},
+        rules=(ROTARY, QWEN_WINDOWS),
     ),
-}
+    "mixtral": replace(
+        LLAMA,
+        architecture="MixtralForCausalLM",
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
+        rules=(ROTARY, window(None)),
+        parts=_experts(num_experts=Key("num_local_experts", 8), top_k=Key("num_experts_per_tok", 2)),
+        ignored=("output_router_logits",),
+        tensors=_LLAMA_TENSORS | experts_at("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    "qwen3_moe": replace(
+        LLAMA,
+        architecture="Qwen3MoeForCausalLM",
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4},
+        fixed={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "use_sliding_window": False},
+        always=_LLAMA_ALWAYS | {"qk_norm": True},
+        parts=_experts(
+            num_experts=Key("num_experts", 128),
+            top_k=Key("num_experts_per_tok", 8),
+            ffn_hidden_size=Key("moe_intermediate_size", 768),
+            normalize=Key("norm_topk_prob", False),
+            dense_layers=Key("mlp_only_layers", (), first_layers, lambda count: list(range(count))),
+        ),
+        aliases={"num_local_experts": "num_experts"},
+        ignored=("output_router_logits", "sliding_window", "max_window_layers"),
+        tensors=_LLAMA_TENSORS | experts_at("mlp", *_GATED),
+    ),
+    "deepseek_v3": replace(
+        LLAMA,
+        architecture="DeepseekV3ForCausalLM",
+        names=_without(_LLAMA_NAMES, "head_dim", "num_kv_heads"),
+        fixed={
+            "hidden_act": "silu", "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        },
+        rules=(ROTARY, DEEPSEEK),
+        parts={
+            "latent": Part(LatentAttentionConfig, {
+                "q_lora_rank": Key("q_lora_rank", 1536),
+                "kv_lora_rank": Key("kv_lora_rank", 512),
+                "qk_nope_head_dim": Key("qk_nope_head_dim", 128),
+                "qk_rope_head_dim": Key("qk_rope_head_dim", 64),
+                "v_head_dim": Key("v_head_dim", 128),
+                "interleaved": Key("rope_interleave", True),
+            }),
+            "experts": Part(ExpertsConfig, {
+                "num_experts": Key("n_routed_experts", 256),
+                "top_k": Key("num_experts_per_tok", 8),
+                "ffn_hidden_size": Key("moe_intermediate_size", 2048),
+                "shared_experts": Key("n_shared_experts", 1),
+                "dense_layers": Key("first_k_dense_replace", 3),
+                "normalize": Key("norm_topk_prob", True),
+                "scale": Key("routed_scaling_factor", 2.5),
+                "groups": Key("n_group", 8),
+                "top_groups": Key("topk_group", 4),
+            }, {"score": "sigmoid", "selection_bias": True}),
+        },
+        ignored=("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha", "output_router_logits"),
+        tensors=_DEEPSEEK_TENSORS,
+        copies={"embed_tokens.weight": "tokens.weight", "shared_head.head.weight": "head.weight"},
+    ),
+    "olmoe": replace(
+        LLAMA,
+        architecture="OlmoeForCausalLM",
+        names=_without(_LLAMA_NAMES, "head_dim"),
+        defaults=_LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+        always=_LLAMA_ALWAYS | {"qk_norm": True, "qk_norm_over": "all_heads"},
+        parts=_experts(
+            num_experts=Key("num_experts", 64),
+            top_k=Key("num_experts_per_tok", 8),
+            normalize=Key("norm_topk_prob", False),
+        ),
+        ignored=("output_router_logits",),
+        tensors=_LLAMA_TENSORS | experts_at("mlp", *_GATED),
+    ),
+    "gpt_oss": replace(
+        LLAMA,
+        architecture="GptOssForCausalLM",
+        names=_LLAMA_NAMES | {"attention_bias": "attention_bias"},
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
+        fixed={"hidden_act": "silu"},
+        always=_without(_LLAMA_ALWAYS, "qkv_bias") | {"attention_sinks": True},
+        rules=(GPT_OSS,),
+        parts=_experts(
+            {"top_k_first": True, "router_bias": True, "bias": True, "swiglu_up_offset": 1.0},
+            num_experts=Key("num_local_experts", 128),
+            top_k=Key("num_experts_per_tok", 4),
+            swiglu_alpha=Key("swiglu_alpha", 1.702),
+            swiglu_limit=Key("swiglu_limit", 7.0),
+        ),
+        aliases={"experts_per_token": "num_experts_per_tok"},
+        ignored=("output_router_logits", "initial_context_length"),  # the latter is in rope_scaling, which is read
+        tensors=_LLAMA_TENSORS
+        | {
+            f"layers.{{}}.{ours}": replace(stored, name=f"model.layers.{{}}.{stored.name}")
+            for ours, stored in _GPT_OSS_TENSORS.items()
+        },
+    ),
+}  # fmt: skip
+# DeepSeek-V3 with queries that are not compressed, as smaller models have them.
+DEEPSEEK_PLAIN = replace(
+    FAMILIES["deepseek_v3"], tensors=_DEEPSEEK_TENSORS | in_layers({"attention.q": "self_attn.q_proj"})
+)

@@ -95,7 +95,7 @@ class PretrainedModel(ShardedModule):
             folder: must not exist, or be empty. Global rank 0 writes it; all ranks that share the model with it must
                 call this, and others may.
             dtype: of the saved tensors; ``None`` for the parameters' dtype.
-            file_bytes: largest size of a file. A rank holds that much in host memory.
+            file_bytes: largest size of a file that has several tensors. Rank 0 holds one tensor in host memory.
 
         Raises:
             ValueError: a configuration that no family has (dropout aside), an incomplete model, a dtype that cannot be

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallel_ops.models import Transformer, config_from_pretrained
-from parallel_ops.models.huggingface.loading import CONFIG
+from parallel_ops.models.huggingface.tensor_files import CONFIG
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.checkpoint.description import best_in, problem_of, read_description, steps_in

@@ -7,7 +7,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from parallel_ops.models.experts import ExpertsConfig
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface import tensor_files
 from support.integrations import huggingface
 
 SIZES = huggingface.SIZES | {"attn_implementation": "eager"}
@@ -104,7 +104,7 @@ class Folders:
         folder = self.root / name
         if not folder.exists():
             make(name).save_pretrained(folder, max_shard_size="20KB" if len(name) % 2 else "5GB")
-            assert (folder / loading.INDEX).exists() == bool(len(name) % 2)
+            assert (folder / tensor_files.INDEX).exists() == bool(len(name) % 2)
         return folder
 
 
@@ -132,12 +132,12 @@ def change_config(source, target, **changes):
     options = json.loads((source / "config.json").read_text()) | changes
     target.mkdir()
     (target / "config.json").write_text(json.dumps({k: v for k, v in options.items() if v is not ...}))
-    save_file(tensors_of(source), target / loading.SINGLE)
+    save_file(tensors_of(source), target / tensor_files.SINGLE)
     return target
 
 
 def change_tensors(folder, changes):
     """Other tensors in its one file; ``None`` takes one out."""
     tensors = {name: t for name, t in (tensors_of(folder) | changes).items() if t is not None}
-    save_file(tensors, folder / loading.SINGLE)
+    save_file(tensors, folder / tensor_files.SINGLE)
     return folder

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, config_from_pretrained
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface import tensor_files
 
 GPT2 = TransformerConfig(
     vocab_size=61, seq_length=24, num_layers=2, hidden_size=48, num_heads=4, ffn_hidden_size=80, init_std=0.3
@@ -125,7 +125,7 @@ def odd_length(rank: int) -> Tensor:
 def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str, Any]:
     """Logits of a folder's model, with and without sequence parallelism, and how much of the files was read."""
     read = 0
-    original = loading._Files.read
+    original = tensor_files.Files.read
 
     def counted(self: Any, *args: Any) -> Tensor:
         nonlocal read
@@ -133,11 +133,11 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
         read += part.numel()
         return part
 
-    loading._Files.read = counted  # type: ignore[method-assign]
+    tensor_files.Files.read = counted  # type: ignore[method-assign]
     try:
         model = Transformer.from_pretrained(folder, tp_mesh=mesh()).eval()
     finally:
-        loading._Files.read = original  # type: ignore[method-assign]
+        tensor_files.Files.read = original  # type: ignore[method-assign]
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.state_dict().values())
     with torch.no_grad():
         logits = [model(tokens)]
