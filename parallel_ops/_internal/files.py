@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import importlib
+import json
 import os
 import re
 import sys
@@ -160,6 +161,21 @@ def read_toml(path: Path | str) -> dict[str, Any]:
             found: dict[str, Any] = toml.loads(file.read())
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
         raise ValueError(f"{path} is not TOML: {error}") from None
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object.
+
+    Raises:
+        OSError: From the file system. ValueError: The file is not JSON, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_ops._internal.files import read_json
 from parallel_ops.tokenization.chat import Chat
 from parallel_ops.tokenization.documents import Document
 from parallel_ops.tokenization.messages import Conversation, has_any, replaced
@@ -188,11 +189,9 @@ def _files(source: Path) -> tuple[Path, dict[str, Any], str | None]:
     settings: dict[str, Any] = {}
     if (config := source / "tokenizer_config.json").exists():
         try:
-            settings = json.loads(config.read_text(encoding="utf-8-sig"))
+            settings = read_json(config)
         except ValueError as error:
-            raise ValueError(f"--tokenizer: {config} is not JSON: {error}") from None
-        if not isinstance(settings, dict):
-            raise ValueError(f"--tokenizer: {config} must hold an object")
+            raise ValueError(f"--tokenizer: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

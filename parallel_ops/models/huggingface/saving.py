@@ -4,7 +4,7 @@ Tensors are gathered one at a time, and global rank 0 writes them. An error of w
 the other ranks take part in the gathers until then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel_ops._internal.distributed.shards import local_box
-from parallel_ops.layers.lora import is_adapter
+from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.family import TensorSlice
-from parallel_ops.models.huggingface.loading import Loadable, parameters_of
-from parallel_ops.models.huggingface.streaming import DTYPES, Folder, check_free
-from parallel_ops.models.huggingface.tensor_files import some
+from parallel_ops.models.huggingface.streaming import Folder, check_free
 
 
-def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """See ``PretrainedModel.save_pretrained``."""
-    if any(is_adapter(name) for name in model.state_dict()):
-        raise ValueError("save_pretrained: the model has adapters; write them with models.lora.save_adapters")
-    parameters = parameters_of(model)
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"save_pretrained: dtype must be float64, float32, float16 or bfloat16, got {dtype}")
-    if absent := model.global_shapes(model.config).keys() - parameters.keys():
-        raise ValueError(f"save_pretrained: the whole model is needed, and {some(absent)} is not on this rank")
+def save(
+    folder: Path, config: TransformerConfig, loaded: Mapping[str, Any], parameters: Mapping[str, Tensor], *,
+    dtype: torch.dtype | None, file_bytes: int,
+) -> None:  # fmt: skip
+    """Writes all parameters of a model; see ``PretrainedModel.save_pretrained``."""
     shapes = {name: t.shape for name, t in parameters.items()}
     dtypes = {name: dtype or t.dtype for name, t in parameters.items()}
-    content = Folder(model.config, model.loaded_options, shapes, dtypes, file_bytes)
+    content = Folder(config, loaded, shapes, dtypes, file_bytes)
     mesh, rank = _mesh_of(parameters.values()), dist.get_rank() if dist.is_initialized() else 0
     if rank != 0 and (mesh is None or 0 not in mesh.mesh):
         return  # another replica is saved

@@ -1,9 +1,8 @@
 """The files of a Hugging Face folder: names, shapes and values of its tensors, without reading a whole file."""
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_ops._internal.files import read_json
+from parallel_ops._internal.module_names import some_of
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.config_json import family_of, scale_block
 from parallel_ops.models.huggingface.family import TensorMapping, TensorSlice
@@ -33,13 +34,6 @@ def safetensors() -> ModuleType:
     except ImportError:
         raise ImportError("Hugging Face folders need safetensors; run: pip install safetensors") from None
     return safetensors
-
-
-def some(names: Iterable[str]) -> str:
-    """The first three names, and the number of the others."""
-    first, *rest = sorted(names)
-    more = f" and {len(rest) - 2} more" if len(rest) > 2 else ""
-    return ", ".join([first, *rest[:2]]) + more
 
 
 class Files:
@@ -64,7 +58,7 @@ class Files:
                     raise ValueError(f"{folder / file} has {name}, which {INDEX} does not place there")
                 self._tensors[name] = opened.get_slice(name)
         if index is not None and (absent := index.keys() - self._tensors.keys()):
-            raise ValueError(f"{folder} lacks {some(absent)}, which {INDEX} lists")
+            raise ValueError(f"{folder} lacks {some_of(sorted(absent), 3)}, which {INDEX} lists")
         self._bare = not any(name.startswith(self._family.prefix) for name in self._tensors)
 
     def check(self, config: TransformerConfig, shapes_of: ShapesOf) -> None:
@@ -80,7 +74,7 @@ class Files:
             for piece in self._pieces(parameter, whole):
                 wanted[piece.stored.name] = piece.file_shape(whole)
         if absent := wanted.keys() - self._tensors.keys():
-            raise ValueError(f"{self._folder} lacks {some(absent)}")
+            raise ValueError(f"{self._folder} lacks {some_of(sorted(absent), 3)}")
         copies = self.copies(config)
         for name in self._tensors.keys() - wanted.keys():
             if name in copies:
@@ -197,9 +191,13 @@ def _read_index(folder: Path) -> dict[str, str]:
     """The file that holds each tensor, by the tensor's name."""
     if not (folder / INDEX).exists():
         pickles = [file.name for suffix in _PICKLES for file in folder.glob(f"*{suffix}")]
-        hint = f"; {some(pickles)} can run code when it is opened: convert it to safetensors first" if pickles else ""
+        hint = (
+            f"; {some_of(sorted(pickles), 3)} can run code when it is opened: convert it to safetensors first"
+            if pickles
+            else ""
+        )
         raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
-    files = read_json(folder / INDEX).get("weight_map")
+    files = read_options(folder / INDEX).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     for file in files.values():
@@ -210,7 +208,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     return files
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_options(path: Path) -> dict[str, Any]:
     if not path.exists():
         folder = str(path.parent)
         if not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
@@ -219,10 +217,4 @@ def read_json(path: Path) -> dict[str, Any]:
                 f"folder that huggingface_hub.snapshot_download({folder!r}) returns (pip install huggingface_hub)"
             )
         raise FileNotFoundError(f"{folder} has no {path.name}" if path.parent.exists() else f"{folder} does not exist")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold an object, got {type(value).__name__}")
-    return value
+    return read_json(path)

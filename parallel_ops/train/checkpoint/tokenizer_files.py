@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parallel_ops._internal.files import read_json
 from parallel_ops.tokenization.chat import PLAIN
 from parallel_ops.tokenization.tokenizer import ENDS
 
@@ -77,12 +78,9 @@ def _read(folder: Path, found: dict[str, bytes], name: str) -> dict[str, Any]:
     if name not in found:
         return {}
     try:
-        value = json.loads(found[name].decode("utf-8-sig"))
+        return read_json(folder / name)
     except ValueError as error:
-        raise ValueError(f"--tokenizer: {folder / name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"--tokenizer: {folder / name} must hold an object")
-    return value
+        raise ValueError(f"--tokenizer: {error}") from None
 
 
 def _json(value: dict[str, Any]) -> bytes:
