@@ -1,31 +1,16 @@
 """The auxiliary losses of a transformer with experts."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import reduce_from_group
 from parallel_ops.expert_parallel import AuxiliaryLosses
-from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.context import Context
-from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.models.structure import TransformerStructure
 from parallel_ops.pipeline_parallel.loads import StageExpertLoad
 
 
-class Model(Protocol):
-    """The parts of a ``Transformer`` that are read here."""
-
-    config: TransformerConfig
-    context: Context
-    group: ProcessGroup | None
-    stages: Stages | None
-    training: bool
-
-
 def auxiliary_losses(
-    model: Model, scale: Tensor | float | None, loads: StageExpertLoad | None = None
+    model: TransformerStructure, scale: Tensor | float | None, loads: StageExpertLoad | None = None
 ) -> AuxiliaryLosses | None:
     """The auxiliary losses of the layers with experts in a forward; ``None`` if there are none.
 
@@ -49,7 +34,7 @@ def auxiliary_losses(
     )  # fmt: skip
 
 
-def with_auxiliary(model: Model, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
+def with_auxiliary(model: TransformerStructure, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
     """The loss with the auxiliary ones, whose gradients the layers compute."""
     assert model.config.experts is not None
     if not torch.is_grad_enabled():

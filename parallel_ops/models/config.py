@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from parallel_ops.models.checked import Checked
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.models.rotary_scaling import DynamicScaling, RotaryScaling, YarnScaling
@@ -17,7 +18,7 @@ REPLACEABLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(Checked):
     """Shape of a causal pre-norm transformer; GPT-2, Llama, Qwen, Mistral, GPT-OSS and
     DeepSeek are configurations of it.
 
@@ -104,9 +105,9 @@ class TransformerConfig:
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_heads"):
-            self._check_count(name, getattr(self, name))
+            self._check_count(name)
         for name in ("num_kv_heads", "head_dim", "ffn_hidden_size"):
-            self._check_count(name, getattr(self, name), optional=True)
+            self._check_count(name, optional=True)
         if self.head_dim is None and self.latent is None and self.hidden_size % self.num_heads:
             self._fail(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}) unless head_dim "
@@ -117,9 +118,10 @@ class TransformerConfig:
         if isinstance(self.window, tuple) and len(self.window) != self.num_layers:
             self._fail(f"window must have a value for each of the {self.num_layers} layers, got {len(self.window)}")
         for window in self.windows:
-            self._check_count("window", window, optional=True)
+            if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+                self._fail(f"window must be an int of at least 1, got {window!r}")
         if self.prediction_layers != 0:
-            self._check_count("prediction_layers", self.prediction_layers)
+            self._check_count("prediction_layers")
             if self.experts is not None and self.experts.loss_over_model:
                 self._fail("experts.aux_loss_over must be 'layer' with prediction_layers")
         if not 0 <= self.prediction_weight < math.inf:
@@ -135,8 +137,7 @@ class TransformerConfig:
             ("norm", ("layer_norm", "rms_norm")),
             ("qk_norm_over", ("head", "all_heads")),
         ):
-            if getattr(self, name) not in allowed:
-                self._fail(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+            self._check_choice(name, allowed)
         if self.positions == "rotary" and self.rotary_dim % 2:
             self._fail(f"rotary positions need an even head size, got {self.rotary_dim}")
         for name in ("rotary_base", "norm_eps", "init_std"):
@@ -215,15 +216,6 @@ class TransformerConfig:
         """The window of a layer as ``flash_attention`` counts it: ``(window - 1, 0)``."""
         window = self.windows[min(number, self.num_layers - 1)]
         return None if window is None else (window - 1, 0)
-
-    def _check_count(self, name: str, value: object, *, optional: bool = False) -> None:
-        if value is None and optional:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self._fail(f"{name} must be an int of at least 1, got {value!r}")
-
-    def _fail(self, message: str) -> None:
-        raise ValueError(f"TransformerConfig: {message}")
 
 
 def plain_name(name: str) -> str:

@@ -3,9 +3,11 @@
 import math
 from dataclasses import dataclass, replace
 
+from parallel_ops.models.checked import Checked
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(Checked):
     """A mixture of experts in the place of the MLP: Mixtral, Qwen3-MoE, OLMoE, GPT-OSS and
     DeepSeek are configurations of it.
 
@@ -62,12 +64,9 @@ class ExpertsConfig:
             ("num_experts", 1), ("top_k", 1), ("ffn_hidden_size", 1), ("shared_experts", 0), ("dense_layers", 0),
             ("groups", 1), ("top_groups", 1),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                self._fail(f"{name} must be an int of at least {least}, got {value!r}")
-        for name, allowed in (("score", ("softmax", "sigmoid")), ("aux_loss_over", ("layer", "model"))):
-            if getattr(self, name) not in allowed:
-                self._fail(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+            self._check_count(name, least)
+        self._check_choice("score", ("softmax", "sigmoid"))
+        self._check_choice("aux_loss_over", ("layer", "model"))
         if self.num_experts % self.groups:
             self._fail(f"num_experts ({self.num_experts}) must be a multiple of groups ({self.groups})")
         if self.top_groups > self.groups:
@@ -105,6 +104,3 @@ class ExpertsConfig:
     def untrained(self) -> "ExpertsConfig":
         """Without the fields that concern training alone."""
         return replace(self, aux_loss=0.0, z_loss=0.0, balance_rate=0.0, aux_loss_over="layer", capacity_factor=None)
-
-    def _fail(self, message: str) -> None:
-        raise ValueError(f"ExpertsConfig: {message}")

@@ -1,31 +1,12 @@
 """Checks of the inputs of a transformer."""
 
-from typing import Protocol
+from torch import Tensor
 
-from torch import Tensor, nn
-
-from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.context import Context
-from parallel_ops.pipeline_parallel.cut import Stages
-
-
-class Model(Protocol):
-    """The parts of a ``Transformer`` that the checks read."""
-
-    config: TransformerConfig
-    context: Context
-    ranks: int
-    sequence_parallel: bool
-    stages: Stages | None
-    pp_rank: int
-
-    @property
-    def tokens(self) -> nn.Module | None: ...
-    def stream_shape(self, s: int, b: int) -> tuple[int, int, int]: ...
+from parallel_ops.models.structure import TransformerStructure
 
 
 def check_inputs(
-    model: Model,
+    model: TransformerStructure,
     tokens: Tensor,
     targets: Tensor | None,
     positions: Tensor | None,
@@ -52,7 +33,7 @@ def check_inputs(
         raise ValueError(f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}")
 
 
-def _check_stage(model: Model, tokens: Tensor, stage: int | None, hidden_states: Tensor | None) -> None:
+def _check_stage(model: TransformerStructure, tokens: Tensor, stage: int | None, hidden_states: Tensor | None) -> None:
     if model.stages is None:
         if stage is not None or hidden_states is not None:
             raise ValueError("Transformer: stage and hidden_states must be None for a model without stages")

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from parallel_ops.models.checked import Checked
+
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(Checked):
     """Queries, keys and values that are made of narrow vectors; see ``layers.latent_attention``.
 
     Attributes:
@@ -25,11 +27,8 @@ class LatentAttentionConfig:
     interleaved: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
-            value = getattr(self, name)
-            if value is None and name == "q_lora_rank":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"LatentAttentionConfig: {name} must be an int of at least 1, got {value!r}")
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            self._check_count(name)
+        self._check_count("q_lora_rank", optional=True)
         if self.qk_rope_head_dim % 2:
-            raise ValueError(f"LatentAttentionConfig: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+            self._fail(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")

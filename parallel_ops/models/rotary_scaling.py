@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from parallel_ops.layers.attention import Angles
+from parallel_ops.models.checked import Checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearScaling:
+class LinearScaling(Checked):
     """All pairs turn ``factor`` times slower.
 
     Raises:
@@ -39,7 +40,7 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicScaling:
+class DynamicScaling(Checked):
     """In a sequence of ``n > original_length`` tokens the base is multiplied by ``(factor n / original_length - factor
     + 1)^(d / (d - 2))``, for ``d`` rotated dimensions of a head. Shorter sequences keep it. ``n`` is the largest
     position of a batch and one, as in Hugging Face's models.
@@ -65,11 +66,11 @@ class DynamicScaling:
     def __post_init__(self) -> None:
         _check_factor(self)
         if not self.original_length >= 1:
-            raise ValueError(f"DynamicScaling: original_length must be at least 1, got {self.original_length}")
+            self._fail(f"original_length must be at least 1, got {self.original_length}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
+class Llama3Scaling(Checked):
     """Llama 3.1's scaling of rotary frequencies, for sequences longer than those of pre-training.
 
     Pairs that turn less than ``low_frequency`` times within ``original_length`` positions turn ``factor`` times slower;
@@ -95,16 +96,13 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         for name in ("factor", "low_frequency", "original_length"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"Llama3Scaling: {name} must be positive, got {getattr(self, name)}")
+                self._fail(f"{name} must be positive, got {getattr(self, name)}")
         if not self.high_frequency > self.low_frequency:
-            raise ValueError(
-                f"Llama3Scaling: high_frequency ({self.high_frequency}) must be above low_frequency "
-                f"({self.low_frequency})"
-            )
+            self._fail(f"high_frequency ({self.high_frequency}) must be above low_frequency ({self.low_frequency})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class YarnScaling:
+class YarnScaling(Checked):
     """YaRN's scaling of rotary frequencies, for sequences longer than those of pre-training (Peng et al.,
     arXiv:2309.00071).
 
@@ -142,21 +140,18 @@ class YarnScaling:
     def __post_init__(self) -> None:
         _check_factor(self)
         if not self.beta_fast > self.beta_slow > 0:
-            raise ValueError(
-                f"YarnScaling: beta_fast must be above beta_slow and both above 0, got {self.beta_fast} and "
-                f"{self.beta_slow}"
-            )
+            self._fail(f"beta_fast must be above beta_slow and both above 0, got {self.beta_fast} and {self.beta_slow}")
         # Otherwise no pair turns often enough, and the range to interpolate in lies before the first one.
         if not self.original_length > 2 * math.pi * self.beta_slow:
-            raise ValueError(
-                "YarnScaling: original_length must be above 2 pi beta_slow, in which the fastest pair turns beta_slow "
+            self._fail(
+                "original_length must be above 2 pi beta_slow, in which the fastest pair turns beta_slow "
                 f"times, got {self.original_length}"
             )
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            raise ValueError(f"YarnScaling: attention_factor must be positive, got {self.attention_factor}")
+            self._fail(f"attention_factor must be positive, got {self.attention_factor}")
         for name in ("mscale", "mscale_all_dim"):
             if not 0 <= (getattr(self, name) or 0.0) < math.inf:
-                raise ValueError(f"YarnScaling: {name} must be at least 0, got {getattr(self, name)}")
+                self._fail(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @property
     def rotary_factor(self) -> float:
