@@ -19,11 +19,10 @@ from torch.distributed.tensor import Shard
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
 from parallel_ops.comm.collectives import GradReduce
-from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.core_attention import CoreAttention
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
-from parallel_ops.layers.linear_base import LinearArguments
+from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ops.layers.linear_base import LinearArguments, column_linears
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import (
     InitFn,
@@ -58,10 +57,8 @@ class ParallelSelfAttention(AttentionHeads):
         attention_dropout: probability, on the attention weights.
         bias: whether the linears have biases; qkv_bias: the same for ``q``, ``k`` and ``v``, ``None`` for ``bias``.
         sequence_parallel: shard input and output by tokens over the mesh.
-        overlap: how the linears overlap communication with matmuls: ``"auto"`` (on a GPU measured at the first
-            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
-            (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
+        overlap, grad_reduce: how the linears overlap communication with matmuls, and add partial sums of the ranks;
+            see ``ColumnParallelLinear`` and ``RowParallelLinear``.
         init_method, output_init_method: fill tiles of ``q``, ``k``, ``v`` and ``sink``, and of ``out``, in place;
             ``None`` for what ``nn.Linear`` does, and zeros of ``sink``.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -246,6 +243,3 @@ class ParallelSelfAttention(AttentionHeads):
         squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
         mean = copy_to_group(squares, self.group) / (copies * weight.numel())
         return (wide * torch.rsqrt(mean + eps) * own).to(x.dtype).view(x.shape)
-
-    def extra_repr(self) -> str:
-        return f"local_heads={self.local_heads}, local_kv_heads={self.local_kv_heads}, head_dim={self.head_dim}"

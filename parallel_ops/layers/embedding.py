@@ -128,9 +128,3 @@ class VocabParallelEmbedding(ShardedModule):
             ) from None
         # Filled, not multiplied by zero: a NaN in the row read in place of another rank's must not spread.
         return rows if mine is None else rows.masked_fill(~mine.unsqueeze(-1), 0.0)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}, rank={group_rank(self.group)} of {self.ranks}, "
-            f"sequence_parallel={self.sequence_parallel}"
-        )

@@ -1,13 +1,12 @@
-"""The experts of a layer, sharded over a mesh, and the router that chooses among them."""
+"""The experts of a layer, sharded over a mesh."""
 
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -28,86 +27,8 @@ from parallel_ops.layers.parameters import (
     to_local,
     uniform,
 )
-from parallel_ops.ops import Routing, bias_swiglu, float8_grouped_linear, grouped_linear, route
+from parallel_ops.ops import bias_swiglu, float8_grouped_linear, grouped_linear
 from parallel_ops.ops.float8_recipes import RECIPES, Precision
-
-
-class Router(ShardedModule):
-    """A linear, without a bias by default, whose outputs choose the experts of each token, in fp32 (fp64 for fp64).
-
-    Args:
-        hidden_size: width of a token. num_experts: number of outputs. top_k: experts of each token.
-        tp_mesh: the ranks that have the same router; ``None`` for one.
-        score, top_k_first, normalize, scale, groups, top_groups: see ``parallel_ops.route``.
-        selection_bias: has a buffer ``selection_bias`` ``[num_experts]`` fp32, zeros at first, that the choice adds to
-            the scores.
-        bias: the logits have a bias, which is trained.
-        sequence_parallel: each rank routes its own tokens, so the parameters' gradients are summed over the ranks.
-        init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
-        device, dtype: of the parameters; ``None`` for torch's defaults.
-
-    Attributes:
-        weight: ``[num_experts, hidden_size]``, whole on every rank. bias: ``[num_experts]``, too, or ``None``.
-    """
-
-    selection_bias: Tensor | None
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        tp_mesh: DeviceMesh | None = None,
-        score: Literal["softmax", "sigmoid"] = "softmax",
-        top_k_first: bool = False,
-        normalize: bool = True,
-        scale: float = 1.0,
-        groups: int = 1,
-        top_groups: int = 1,
-        selection_bias: bool = False,
-        bias: bool = False,
-        sequence_parallel: bool = False,
-        init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(tp_mesh)
-        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
-        self.sequence_parallel, self.init_method = sequence_parallel, init_method
-        self._options: dict[str, Any] = {
-            "score": score, "top_k_first": top_k_first, "normalize": normalize, "scale": scale, "groups": groups,
-            "top_groups": top_groups,
-        }  # fmt: skip
-        self.weight = empty_parameter((num_experts, hidden_size), Replicate(), self.mesh, device, dtype)
-        self.bias = empty_parameter((num_experts,), Replicate(), self.mesh, device, dtype) if bias else None
-        zeros = torch.zeros(num_experts, device=self.weight.device) if selection_bias else None
-        self.register_buffer("selection_bias", zeros)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises weight and bias, independently of the mesh, and sets the selection bias to 0."""
-        init_sharded_(self.weight, self.init_method or uniform(self.hidden_size))
-        if self.bias is not None:
-            init_sharded_(self.bias, uniform(self.hidden_size))
-        if self.selection_bias is not None:
-            self.selection_bias.zero_()
-
-    def forward(self, x: Tensor) -> Routing:
-        """The routing of ``x``, ``[t, hidden_size]``.
-
-        Sharding: x replicated, or sharded by tokens with ``sequence_parallel``.
-        """
-        weight, bias = to_local(self, self.weight, self.bias, partial=(self.sequence_parallel,) * 2)
-        assert weight is not None
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-        return route(logits, self.top_k, bias=self.selection_bias, **self._options)
-
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, {self.num_experts} experts, top_k={self.top_k}, {self._options}"
 
 
 class Experts(ShardedModule):
@@ -273,9 +194,6 @@ class Experts(ShardedModule):
         if self.deferred is None or self.copies or not parameter.requires_grad:
             return {}
         return {"main_grad": ParameterGrad(parameter), "deferred": self.deferred}
-
-    def extra_repr(self) -> str:
-        return f"{self.num_experts} experts, {self.hidden_size}, {self.ffn_hidden_size}, ranks={self.ranks}"
 
 
 def _chunked(parameters: Sequence[Tensor | None], chunks: int) -> Iterator[tuple[Any, ...]]:

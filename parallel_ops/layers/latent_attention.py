@@ -13,88 +13,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 from parallel_ops.comm import all_gather, copy_to_group
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.attention import Angles
-from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.core_attention import CoreAttention
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
-from parallel_ops.layers.linear_base import LinearArguments
-from parallel_ops.layers.lora import LoraAdapter, whole_adapter
+from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ops.layers.linear_base import LinearArguments, column_linears
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import (
-    InitFn,
-    ShardedModule,
-    empty_parameter,
-    init_sharded_,
-    to_local,
-    uniform,
-)
+from parallel_ops.layers.parameters import InitFn
+from parallel_ops.layers.replicated import ReplicatedLinear
 from parallel_ops.ops import rotary_embedding
 from parallel_ops.tensor_parallel.linear.call import Overlap
 
 # DeepSeek fixes eps=1e-6 for the q and kv latent norms, independent of the model's norm_eps.
 _NORM_EPS = 1e-6
-
-
-class ReplicatedLinear(ShardedModule):
-    """``nn.Linear`` without a bias, whole on every rank.
-
-    Args:
-        in_features, out_features: of the weight.
-        tp_mesh: the ranks; ``None`` for one.
-        sequence_parallel: each rank has its own tokens, so the weight's gradients are summed over the ranks.
-        init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
-        device, dtype: of the weight; ``None`` for torch's defaults.
-
-    Attributes:
-        lora: a low-rank adapter, or ``None``; see ``add_lora``.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tp_mesh: DeviceMesh | None,
-        sequence_parallel: bool = False,
-        init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(tp_mesh)
-        self.sequence_parallel, self.init_method = sequence_parallel, init_method
-        self.weight = empty_parameter((out_features, in_features), Replicate(), self.mesh, device, dtype)
-        self.lora: LoraAdapter | None = None
-        self.reset_parameters()
-
-    def add_lora(self, *, rank: int, alpha: float, dropout: float = 0.0) -> None:
-        """Adds a low-rank adapter, as ``ParallelLinear.add_lora`` does."""
-        out_features, in_features = self.weight.shape
-        self.lora = LoraAdapter(
-            in_features, out_features, (Replicate(), Replicate()), rank=rank, alpha=alpha, dropout=dropout,
-            tp_mesh=self.mesh, device=self.weight.device, dtype=self.weight.dtype,
-        )  # fmt: skip
-
-    def reset_parameters(self) -> None:
-        """Initialises the weight, independently of the mesh."""
-        init_sharded_(self.weight, self.init_method or uniform(self.weight.shape[1]))
-
-    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``; ``sizes``: rows of every rank, where they differ."""
-        (weight,) = to_local(self, self.weight, partial=(self.sequence_parallel,))
-        assert weight is not None
-        y = F.linear(x, weight)
-        if self.lora is None:
-            return y
-        parallel = self.sequence_parallel and self.ranks > 1
-        return y + whole_adapter(x, self.lora, sequence_parallel=parallel, sizes=sizes).to(y.dtype)
 
 
 class ParallelLatentAttention(AttentionHeads):
@@ -246,6 +182,3 @@ class ParallelLatentAttention(AttentionHeads):
         if self.sequence_parallel:
             return all_gather(k_rope, self.group, sizes=sizes)
         return copy_to_group(k_rope, self.group)
-
-    def extra_repr(self) -> str:
-        return f"local_heads={self.local_heads}, q and k {self.nope} + {self.rope}, v {self.v_head_dim}"

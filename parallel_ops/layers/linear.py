@@ -9,7 +9,6 @@ matmuls and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korth
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +19,17 @@ from torch.distributed.tensor import Replicate, Shard
 from parallel_ops._internal.distributed.group_checks import check_sizes
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops._internal.gradients.weight_gradients import Target
-from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
+from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.linear_base import LinearArguments, ParallelLinear, SummedRows, add_residual
-from parallel_ops.layers.lora import column_adapters, row_adapter
+from parallel_ops.layers.linear_base import (
+    LinearArguments,
+    ParallelLinear,
+    SummedRows,
+    add_residual,
+    column_linears,
+)
+from parallel_ops.layers.lora import row_adapter
 from parallel_ops.layers.parameters import (
     InitFn,
     ensure_divisible,
@@ -32,79 +37,10 @@ from parallel_ops.layers.parameters import (
 )
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.tensor_parallel import (
-    all_gather_linear,
     column_parallel_linear,
     linear_reduce_scatter,
 )
 from parallel_ops.tensor_parallel.linear.call import Overlap
-from parallel_ops.tensor_parallel.linear.float8 import GatheredRows
-
-
-def column_linears(
-    x: Tensor, linears: Sequence["ColumnParallelLinear"], *, add_bias: bool = True, sizes: Sequence[int] | None = None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs and biases of several column-parallel linears with the same input, which is gathered once.
-
-    Args:
-        linears: on one mesh, with the same options.
-        add_bias: ``False`` if the next op adds the returned biases.
-    """
-    first = linears[0]
-    check_input(type(first).__name__, x, first.weight)
-    targets = [linear.weight_gradient() for linear in linears]
-    # A replicated weight used in part has a partial gradient, summed over ranks.
-    partial = [linear.rows is not None for linear in linears]
-    of_weights = [part and target is None for part, target in zip(partial, targets, strict=True)]
-    both = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    if add_bias:
-        handed = to_local(first, *both[0], *both[1], partial=of_weights + partial)
-    else:  # apart, since different ops use them (see to_local)
-        handed = *to_local(first, *both[0], partial=of_weights), *to_local(first, *both[1], partial=partial)
-    rows = [linear.rows for linear in linears] * 2
-    used = [t if t is None or r is None else t[r] for t, r in zip(handed, rows, strict=True)]
-    weights, biases = [w for w in used[: len(linears)] if w is not None], used[len(linears) :]
-    added = biases if add_bias else [None] * len(linears)
-    if first.precision != "bf16":
-        for linear in linears:
-            linear.check_float8()
-        group, shared = first.group, None
-        if not first.sequence_parallel:
-            x = copy_to_group(x, group, grad_reduce=first.grad_reduce)
-        elif group is not None:
-            reduction: dict[str, Any] = {"sizes": sizes, "grad_reduce": first.grad_reduce}
-            shared = GatheredRows.of(x, first.precision, group=group, **reduction)
-            x = all_gather(x, group, dim=0, **reduction) if shared is None else x
-        quantized = float8_linear(
-            x, weights, added, recipe=first.precision, emulated=first.emulated, deferred=first.deferred,
-            targets=targets, shared=shared,
-        )  # fmt: skip
-        return quantized, biases
-    special = any(target is not None for target in targets)
-    adapted = column_adapters(
-        x, [linear.lora for linear in linears], rows[: len(linears)],
-        sequence_parallel=first.sequence_parallel, sizes=sizes,
-    )  # fmt: skip
-    if not special and first.group is None:
-        return _sums([F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], adapted), biases
-    given = None
-    if any(b is not None for b in added):  # all of them, or zeros in the place of one
-        given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
-    options: dict[str, Any] = {
-        "group": first.group,
-        "overlap": first.overlap,
-        "grad_reduce": first.grad_reduce,
-        "main_grad": targets if special else None,
-        "deferred": first.deferred,
-    }
-    if first.sequence_parallel:
-        outputs = all_gather_linear(x, weights, given, sizes=sizes, **options)
-    else:
-        outputs = column_parallel_linear(x, weights, given, **options)
-    return _sums(outputs, adapted), biases
-
-
-def _sums(outputs: Sequence[Tensor], adapted: Sequence[Tensor | None]) -> list[Tensor]:
-    return [y if more is None else y + more.to(y.dtype) for y, more in zip(outputs, adapted, strict=True)]
 
 
 class ColumnParallelLinear(ParallelLinear):

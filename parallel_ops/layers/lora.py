@@ -80,9 +80,6 @@ class LoraAdapter(ShardedModule):
     def drops(self) -> bool:
         return self.training and self.dropout > 0.0
 
-    def extra_repr(self) -> str:
-        return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
-
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
-from parallel_ops.layers.linear_base import LinearArguments
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ops.layers.linear_base import LinearArguments, column_linears
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
 from parallel_ops.tensor_parallel.linear.call import Overlap
@@ -31,10 +31,8 @@ class ParallelMLP(ShardedModule):
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         bias: whether the linears have biases.
         sequence_parallel: shard input and output by tokens over the mesh.
-        overlap: how the linears overlap communication with matmuls: ``"auto"`` (on a GPU measured at the first
-            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
-            (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
+        overlap, grad_reduce: how the linears overlap communication with matmuls, and add partial sums of the ranks;
+            see ``ColumnParallelLinear`` and ``RowParallelLinear``.
         init_method, output_init_method: fill tiles of ``up`` and ``gate``, and of ``down``, in place; ``None`` for what
             ``nn.Linear`` does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -106,6 +104,3 @@ class ParallelMLP(ShardedModule):
             y = bias_gelu(up, bias, approximate="none" if self.activation == "gelu_exact" else "tanh")
         out: Tensor = self.down(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation}"

@@ -22,10 +22,11 @@ from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_g
 from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.experts import Experts, Router
+from parallel_ops.layers.experts import Experts
 from parallel_ops.layers.linear_base import add_residual
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
+from parallel_ops.layers.replicated import Router
 from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
@@ -232,6 +233,3 @@ class ParallelMoE(ShardedModule):
             if capacity is not None:
                 dropped = (load.long() - capacity).clamp(min=0).sum()
                 self.dropped = dropped if self.dropped is None else self.dropped + dropped
-
-    def extra_repr(self) -> str:
-        return f"capacity_factor={self.capacity_factor}, sequence_parallel={self.sequence_parallel}"

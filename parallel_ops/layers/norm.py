@@ -72,7 +72,3 @@ class Norm(ShardedModule):
         if self.bias is None:
             return rms_norm(x, weight, self.eps)
         return layer_norm(x, weight, bias, self.eps)
-
-    def extra_repr(self) -> str:
-        kind = "rms_norm" if self.bias is None else "layer_norm"
-        return f"{self.weight.shape[0]}, {kind}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"

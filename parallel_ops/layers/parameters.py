@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel_ops._internal.distributed.compat import new_dtensor
+from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.comm import copy_to_group, primitives
 
@@ -74,6 +75,11 @@ class ShardedModule(nn.Module):
         memo[id(self)] = copied
         copied.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
         return copied
+
+    def extra_repr(self) -> str:
+        """The whole shapes of the module's own parameters, and over how many ranks they are."""
+        shapes = [f"{name}={list(p.shape)}" for name, p in self.named_parameters(recurse=False)]
+        return ", ".join([*shapes, f"rank={group_rank(self.group)} of {self.ranks}"])
 
 
 def check_mesh(layer: str, mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -48,10 +48,8 @@ class ParallelTransformerLayer(ShardedModule):
         bias: whether the linears have biases. attention_bias: the same for those of attention, ``None`` for ``bias``.
         qkv_bias: the same for queries, keys and values; ``None`` for ``attention_bias``.
         sequence_parallel: shard the residual stream by tokens over the mesh.
-        overlap: how the linears overlap communication with matmuls: ``"auto"`` (on a GPU measured at the first
-            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
-        grad_reduce: how the linears add partial sums of the ranks: ``"fp32"`` (in rank order in fp32) or ``"backend"``
-            (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
+        overlap, grad_reduce: how the linears overlap communication with matmuls, and add partial sums of the ranks;
+            see ``ColumnParallelLinear`` and ``RowParallelLinear``.
         init_method: fills tiles of the weights in place; ``None`` for what ``nn.Linear`` does.
         output_init_method: the same for the two projections into the residual stream.
         device, dtype: of the parameters; ``None`` for torch's defaults.

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.layers.experts import Experts
-from parallel_ops.layers.latent_attention import ReplicatedLinear
 from parallel_ops.layers.linear_base import ParallelLinear
 from parallel_ops.layers.lora import is_adapter, is_of_experts
+from parallel_ops.layers.replicated import ReplicatedLinear
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.adapters import Adapters, module_of, write_adapters
 from parallel_ops.models.huggingface.config_json import family_of, options_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops.layers import Norm, ParallelTransformerLayer
-from parallel_ops.layers.latent_attention import ReplicatedLinear
+from parallel_ops.layers.replicated import ReplicatedLinear
 from parallel_ops.models.context import IGNORE_INDEX
 
 
