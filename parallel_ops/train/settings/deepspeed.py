@@ -7,17 +7,33 @@ applies to matrices only, as usual with DeepSpeed's parameter groups too.
 Keys: DeepSpeed 0.19, ``runtime/constants.py``, ``runtime/zero/config.py``, ``runtime/lr_schedules.py``.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from parallel_ops._internal.files import read_json
 from parallel_ops.planner.plan import Plan, parse_fields
 
 Kind = type | tuple[type, ...]
 
+_NUMBER = (int, float)
+# Keys that are copied, if they are there: the section and key of the settings, the type, a change of the value.
+_COPIED: dict[str, tuple[str, str, Kind, Callable[[Any], Any]]] = {
+    "fp16.initial_scale_power": ("precision", "initial_scale", int, lambda power: 2.0**power),
+    "fp16.loss_scale_window": ("precision", "growth_interval", int, int),
+    "zero_optimization.stage": ("parallel", "zero", int, int),
+    "tensor_parallel.autotp_size": ("parallel", "tp", int, int),
+    "optimizer.params.lr": ("optimizer", "lr", _NUMBER, float),
+    "optimizer.params.betas": ("optimizer", "betas", list, list),
+    "optimizer.params.eps": ("optimizer", "eps", _NUMBER, float),
+    "optimizer.params.weight_decay": ("optimizer", "weight_decay", _NUMBER, float),
+    "gradient_clipping": ("optimizer", "grad_clip", _NUMBER, lambda norm: norm or "none"),
+    "scheduler.params.warmup_max_lr": ("optimizer", "lr", _NUMBER, float),
+    "scheduler.params.total_num_steps": ("run", "steps", int, int),
+    "steps_per_print": ("logging", "interval", int, int),
+}
 # Patterns of keys without effect on results; a dot separates table and key.
 _HINTS = (
     "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer", "disable_allgather",
@@ -72,13 +88,7 @@ def with_deepspeed(data: Mapping[str, Any], path: Path, ranks: int | None = None
         OSError: From the file system. ValueError: The file is not JSON, or a key contradicts the settings or is not
         supported; the message names it.
     """
-    try:
-        given = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} must hold one JSON object, got a {type(given).__name__}")
-    reader = _Reader(data, given, str(path))
+    reader = _Reader(data, read_json(path), str(path))
     reader.read(ranks)
     return reader.settings
 
@@ -95,6 +105,9 @@ class _Reader:
 
     def read(self, ranks: int | None) -> None:
         self._precision()
+        for source, (section, key, kind, change) in _COPIED.items():
+            if (value := self.take(source, kind)) is not None:
+                self.put(section, key, change(value), source)
         self._zero()
         self._parallel(ranks)
         self._optimizer()
@@ -135,14 +148,6 @@ class _Reader:
             raise self._error(source, f"says {value!r}, but {section}.{key} is {own[key]!r}")
         self.settings[section] = {**own, key: value}
 
-    def copy(
-        self, source: str, section: str, key: str, kind: Kind, change: Callable[[Any], Any] = lambda value: value
-    ) -> None:
-        """Copies a value to a key of the settings, if there is one."""
-        value = self.take(source, kind)
-        if value is not None:
-            self.put(section, key, change(value), source)
-
     def _precision(self) -> None:
         bf16, fp16 = (self.take(f"{name}.enabled", bool) for name in ("bf16", "fp16"))
         if bf16 and fp16:
@@ -151,11 +156,8 @@ class _Reader:
             self.put("precision", "dtype", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16.enabled, fp16.enabled")
         if not fp16:
             self.left = {key: value for key, value in self.left.items() if not key.startswith("fp16.")}
-        self.copy("fp16.initial_scale_power", "precision", "initial_scale", int, lambda power: 2.0**power)
-        self.copy("fp16.loss_scale_window", "precision", "growth_interval", int)
 
     def _zero(self) -> None:
-        self.copy("zero_optimization.stage", "parallel", "zero", int)
         places = [
             (name, self.take(f"zero_optimization.{name}.device", str))
             for name in ("offload_optimizer", "offload_param")
@@ -171,7 +173,6 @@ class _Reader:
             self.put("parallel", "offload", wanted, "zero_optimization.offload_optimizer.device")
 
     def _parallel(self, ranks: int | None) -> None:
-        self.copy("tensor_parallel.autotp_size", "parallel", "tp", int)
         context = self.take("sequence_parallel_size", int)
         if context is not None:
             self.put("parallel", "cp", context, "sequence_parallel_size")
@@ -219,12 +220,6 @@ class _Reader:
         kind = self.take("optimizer.type", str)
         if kind is not None and kind.lower() not in ("adam", "adamw"):
             raise self._error("optimizer.type", f"cannot be {kind!r}: the optimizer is AdamW")
-        number = (int, float)
-        self.copy("optimizer.params.lr", "optimizer", "lr", number)
-        self.copy("optimizer.params.betas", "optimizer", "betas", list)
-        self.copy("optimizer.params.eps", "optimizer", "eps", number)
-        self.copy("optimizer.params.weight_decay", "optimizer", "weight_decay", number)
-        self.copy("gradient_clipping", "optimizer", "grad_clip", number, lambda norm: norm or "none")
 
     def _scheduler(self) -> None:
         kind = self.take("scheduler.type", str)
@@ -233,7 +228,7 @@ class _Reader:
         schedules = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
         if kind not in schedules:
             raise self._error("scheduler.type", f"cannot be {kind!r}: there are {', '.join(schedules)}")
-        prefix, number = "scheduler.params.", (int, float)
+        prefix = "scheduler.params."
         warmup = self.take(f"{prefix}warmup_num_steps", int)
         warmup = 1000 if warmup is None else warmup  # DeepSpeed's default
         self.put("optimizer", "schedule", schedules[kind], "scheduler.type")
@@ -244,11 +239,9 @@ class _Reader:
                 f"{prefix}warmup_type", f"cannot be {shape or 'log (the default)'}: the rate grows evenly"
             )
         for key in ("warmup_min_lr", "warmup_min_ratio"):
-            if self.take(f"{prefix}{key}", number):
+            if self.take(f"{prefix}{key}", _NUMBER):
                 raise self._error(f"{prefix}{key}", "cannot be above 0: the rate grows from 0")
-        self.copy(f"{prefix}warmup_max_lr", "optimizer", "lr", number)
-        self.copy(f"{prefix}total_num_steps", "run", "steps", int)
-        ratio = self.take(f"{prefix}cos_min_ratio", number)
+        ratio = self.take(f"{prefix}cos_min_ratio", _NUMBER)
         if kind != "WarmupLR":
             lowest = 0.0 if kind == "WarmupDecayLR" else 0.0001 if ratio is None else ratio
             self.put(
@@ -256,7 +249,6 @@ class _Reader:
             )
 
     def _logging(self) -> None:
-        self.copy("steps_per_print", "logging", "interval", int)
         if self.take("tensorboard.enabled", bool):
             folder, job = self.take("tensorboard.output_path", str), self.take("tensorboard.job_name", str)
             self.put("logging", "tensorboard", str(Path(folder or "runs", job or "")), "tensorboard.output_path")
