@@ -20,14 +20,13 @@ from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
-from parallel_ops.train.parallelize_model import parallelize
+from parallel_ops.train.parallelize_model import check_sizes, parallelize
 from parallel_ops.train.settings import patterns
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
 
-_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 # Between the seeds of two sources: odd and large, so that seeds of runs and of their sources do not coincide.
 _SEEDS = 0x1E3779B97F4A7C15
 
@@ -94,9 +93,7 @@ def checked_device(settings: "Settings", mesh: ParallelMesh) -> torch.device:
     """
     from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
 
-    for name in _SIZES:
-        if mesh.size(name) != (wanted := getattr(settings.plan, name)):
-            raise ValueError(f"Trainer: the plan has {name}={wanted}, the mesh {mesh.size(name)}")
+    check_sizes("Trainer", mesh, settings.plan)
     return torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
 
 

@@ -12,8 +12,7 @@ from dataclasses import MISSING, fields, replace
 from functools import cached_property
 from typing import Any
 
-from pydantic import ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import model_validator
 
 from parallel_ops.models import TransformerConfig, config_from_pretrained
 from parallel_ops.models.config import REPLACEABLE
@@ -21,16 +20,17 @@ from parallel_ops.models.lora import chosen, linear_names
 from parallel_ops.ops.float8_recipes import RECIPES
 from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.export import find_target
+from parallel_ops.planner.export.trainer import sharding_problems
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
-from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
+from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.train.checkpoint.settings import CheckpointSettings
 from parallel_ops.train.data.settings import DataSettings, EvaluationSettings
 from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.planner_model import planner_model
 from parallel_ops.train.report.settings import LoggingSettings
 from parallel_ops.train.settings.model import LoraSettings, ModelSettings
-from parallel_ops.train.settings.parallel import ParallelSettings, RecomputeSettings
-from parallel_ops.train.settings.section import Section
+from parallel_ops.train.settings.parallel import ParallelSettings, RecomputeSettings, with_plan_in_sections
+from parallel_ops.train.settings.section import Section, key_error
 from parallel_ops.train.settings.sizes import expert_problems, float8_problems, size_problems
 from parallel_ops.train.step.settings import OptimizerSettings, PrecisionSettings
 
@@ -65,31 +65,7 @@ class Settings(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_place_for_each(cls, given: Any) -> Any:
-        """Moves dtype and recomputation of a plan to their sections."""
-        if not isinstance(given, dict) or isinstance(given.get("parallel"), Section):
-            return given
-        parallel = given.get("parallel", {})
-        if isinstance(parallel, str):
-            try:
-                parallel = parse_fields(parallel, "parallel")
-            except ValueError as error:
-                raise _error(("parallel",), str(error)) from None
-        if not isinstance(parallel, dict):
-            return given
-        out = {**given, "parallel": dict(parallel)}
-        for name, section, key in (("dtype", "precision", "dtype"), ("recompute", "recompute", "kind")):
-            if name not in parallel:
-                continue
-            value, own = out["parallel"].pop(name), out.get(section, {})
-            own = own if isinstance(own, dict) else own.model_dump(exclude_unset=True)
-            wanted = {key: value}
-            if name == "dtype" and isinstance(value, str) and value in RECIPES:  # a plan's float8 is that of matmuls
-                wanted = {"dtype": "bf16", "linears": value}
-            for place, part in wanted.items():
-                if own.get(place, part) != part:
-                    raise _error((section, place), f"is {own[place]!r}, but parallel.{name} is {value!r}")
-            out[section] = {**own, **wanted}
-        return out
+        return with_plan_in_sections(given)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Settings":
@@ -97,9 +73,9 @@ class Settings(Section):
             try:
                 getattr(self, checked)
             except (ValueError, TypeError, OSError) as error:
-                raise _error((section,), str(error)) from None
+                raise key_error((section,), str(error)) from None
         for place, message in self._problems():
-            raise _error(place, message)
+            raise key_error(place, message)
         return self
 
     def _problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
@@ -116,10 +92,7 @@ class Settings(Section):
         for name, (values, has) in find_target("parallel_ops").limits.items():
             if (value := getattr(plan, name)) not in values:
                 yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"
-        if plan.offload != "none" and not plan.zero:
-            yield ("parallel", "offload"), "needs zero of 1 or more: FSDP2 offloads shards"
-        if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
-            yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
+        yield from ((("parallel", key), reason) for key, reason in sharding_problems(plan))
         row = self.seq_length * (plan.micro_batch if self.data.document_mask else 1)
         yield from size_problems(self.config, plan, self.seq_length, row)
         yield from expert_problems(self.config, plan, self.seq_length, row)
@@ -304,12 +277,6 @@ class Settings(Section):
     def seq_length(self) -> int:
         """Tokens in a sequence."""
         return self.data.seq_length or self.config.seq_length
-
-
-def _error(place: tuple[str, ...], message: str) -> ValidationError:
-    """A pydantic error of one key."""
-    problem = PydanticCustomError("parallel_ops", "{message}", {"message": message})
-    return ValidationError.from_exception_data("Settings", [InitErrorDetails(type=problem, loc=place, input=None)])
 
 
 def json_schema() -> str:

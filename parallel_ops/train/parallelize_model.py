@@ -31,6 +31,7 @@ from parallel_ops.models import Transformer
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_recipes import RECIPES, Precision
 from parallel_ops.pipeline_parallel import ModuleChain, cut
+from parallel_ops.planner.export.trainer import sharding_problems
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.offload import LEAST_BYTES, Offload, offload_activations
 from parallel_ops.train.recompute import KINDS, recompute
@@ -137,29 +138,22 @@ def _plan_of(mesh: ParallelMesh) -> Plan:
     return Plan(**sizes, global_batch=sizes["dp"], dtype="fp32")
 
 
-def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
+def check_sizes(caller: str, mesh: ParallelMesh, plan: Plan) -> None:
+    """ValueError: The mesh has other sizes than the plan."""
     for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         if mesh.size(name) != getattr(plan, name):
-            raise ValueError(f"parallelize: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
-    if mesh.size("ep") > 1 and mesh["fsdp"] is None and mesh.size("ep") != mesh.size("tp"):
-        raise ValueError(
-            f"parallelize: ep must be tp ({mesh.size('tp')}) where dp_shard and cp are 1, got {mesh.size('ep')}: "
-            "nothing would reduce the gradients of the other ranks' experts"
-        )
-    if mesh.size("ep") > 1 and mesh.size("dp_replicate") > 1 and not (plan.zero and mesh["fsdp"] is not None):
-        raise ValueError(
-            "parallelize: with ep, dp_replicate needs zero of 1 or more and dp_shard * cp of 2 or more: experts are "
-            "replicated over dp_replicate as shards"
-        )
+            raise ValueError(f"{caller}: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
+
+
+def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
+    check_sizes("parallelize", mesh, plan)
+    for key, reason in sharding_problems(plan):
+        raise ValueError(f"parallelize: {key} {reason}")
     for name, allowed in (("recompute", KINDS), ("dtype", tuple(PRECISIONS))):
         if (value := getattr(plan, name)) not in allowed:
             raise ValueError(f"parallelize: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     if recompute_every < 1:
         raise ValueError(f"parallelize: recompute_every must be at least 1, got {recompute_every}")
-    if plan.offload != "none" and not plan.zero:
-        raise ValueError("parallelize: offload needs zero of 1 or more: replicate keeps parameters on their device")
-    if plan.offload != "none" and mesh["fsdp"] is None:
-        raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
 
 
 def _check_offload(plan: Plan, activation_offload: str, compile: bool) -> None:

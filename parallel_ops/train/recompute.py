@@ -9,11 +9,9 @@ Sources: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198.
 """
 
 import functools
-import gc
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -73,24 +71,3 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     namespace, _, name = op._schema.name.partition("::")
     kept = (namespace == "aten" and name in _PRODUCTS) or (namespace == "parallel_ops" and name in _OURS)
     return CheckpointPolicy.MUST_SAVE if kept or namespace in _SENDING else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Bytes that a forward keeps for its backward, without parameters and buffers, each storage counted once.
-
-    Counts tensors saved by autograd and by selective recomputation.
-    """
-
-    def alive() -> dict[int, int]:
-        plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
-        # Tensors of a trace, which compiled code may hold, have no memory.
-        tensors = [t for t in plain if t.layout is torch.strided and not torch._is_functional_tensor(t)]
-        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-    before = alive()
-    # Saved tensors that pass through a hook are Python objects, which the garbage collector tracks.
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        out = model(*args, **kwargs)
-    kept = sum(size for memory, size in alive().items() if memory not in before)
-    del out
-    return kept

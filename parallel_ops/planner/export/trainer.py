@@ -17,17 +17,24 @@ from parallel_ops.planner.precision import FORMATS, stored
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
+def sharding_problems(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Fields of a plan that the trainer's sharding by FSDP2 does not allow, each with the reason."""
+    shards = plan.dp_shard * plan.cp
+    if plan.ep > 1 and shards == 1 and plan.ep != plan.tp:
+        yield "ep", f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
+    if plan.ep > 1 and plan.dp_replicate > 1 and (not plan.zero or shards == 1):
+        need = "zero of 1 or more, and dp_shard * cp of 2 or more"
+        yield "ep", f"with dp_replicate needs {need}: replicas of experts are shards"
+    if plan.offload != "none" and not plan.zero:
+        yield "offload", "needs zero of 1 or more: FSDP2 offloads shards"
+    elif plan.offload != "none" and shards == 1:
+        yield "offload", "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
+
+
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if model.experts and plan.expert_shards > 1:
         yield "its experts are not split by tensor parallelism; add expert_tp=1"
-    if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
-        yield "without dp_shard and cp, ep is the tensor-parallel ranks"
-    if plan.ep > 1 and plan.dp_replicate > 1 and (not plan.zero or plan.dp_shard * plan.cp == 1):
-        yield "its experts are replicated as shards, which need zero of 1 or more and dp_shard * cp of 2 or more"
-    if plan.offload != "none" and not plan.zero:
-        yield "its trainer offloads what ZeRO shards; add zero=1"
-    elif plan.offload != "none" and plan.dp_shard * plan.cp == 1:
-        yield "its trainer offloads what ZeRO shards, and one rank has no shards"
+    yield from (f"its {key} {reason}" for key, reason in sharding_problems(plan))
     if plan.pp > 1 and plan.schedule in WHOLE_BACKWARD and not plan.input_grad_first:
         yield "its backward pass sends the gradient of the input first; add input_grad_first=true"
     yield from (found.reason for found in pipeline_problems(model, plan, plan.recompute))

@@ -8,8 +8,9 @@ from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from parallel_ops.context_parallel.layouts import LayoutChoice
-from parallel_ops.planner.plan import Plan
-from parallel_ops.train.settings.section import Count, Positive, Section
+from parallel_ops.ops.float8_recipes import RECIPES
+from parallel_ops.planner.plan import Plan, parse_fields
+from parallel_ops.train.settings.section import Count, Positive, Section, key_error
 
 
 def _parallel_fields() -> dict[str, Any]:
@@ -70,3 +71,31 @@ class RecomputeSettings(Section):
     offload: Literal["none", "inputs", "all"] = "none"
     offload_in_flight: Positive = 2
     offload_least_bytes: Count = 1 << 20
+
+
+def with_plan_in_sections(given: Any) -> Any:
+    """The content of a settings file with dtype and recomputation of its plan in their sections."""
+    if not isinstance(given, dict) or isinstance(given.get("parallel"), Section):
+        return given
+    parallel = given.get("parallel", {})
+    if isinstance(parallel, str):
+        try:
+            parallel = parse_fields(parallel, "parallel")
+        except ValueError as error:
+            raise key_error(("parallel",), str(error)) from None
+    if not isinstance(parallel, dict):
+        return given
+    out = {**given, "parallel": dict(parallel)}
+    for name, section, key in (("dtype", "precision", "dtype"), ("recompute", "recompute", "kind")):
+        if name not in parallel:
+            continue
+        value, own = out["parallel"].pop(name), out.get(section, {})
+        own = own if isinstance(own, dict) else own.model_dump(exclude_unset=True)
+        wanted = {key: value}
+        if name == "dtype" and isinstance(value, str) and value in RECIPES:  # a plan's float8 is that of matmuls
+            wanted = {"dtype": "bf16", "linears": value}
+        for place, part in wanted.items():
+            if own.get(place, part) != part:
+                raise key_error((section, place), f"is {own[place]!r}, but parallel.{name} is {value!r}")
+        out[section] = {**own, **wanted}
+    return out

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel_ops._internal.files import expanded, one_path
 
@@ -62,3 +62,9 @@ class Section(BaseModel):
 def _optional(annotation: Any) -> bool:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return is_union and type(None) in typing.get_args(annotation)
+
+
+def key_error(place: tuple[str, ...], message: str) -> ValidationError:
+    """A pydantic error of one key."""
+    problem = PydanticCustomError("parallel_ops", "{message}", {"message": message})
+    return ValidationError.from_exception_data("Settings", [InitErrorDetails(type=problem, loc=place, input=None)])

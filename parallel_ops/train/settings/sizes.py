@@ -88,14 +88,9 @@ def expert_problems(config: TransformerConfig, plan: Plan, length: int, row: int
         yield ("model", "experts"), f"have shared experts of width {shared} together, which tp={plan.tp} must divide"
     if experts.num_experts % plan.ep:
         yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
-    if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
-        yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
     if experts.capacity_factor is not None and plan.ep > 1 and row % plan.cp:
         yield (
             ("data", "seq_length"),
             f"is {length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
             "capacity on all ranks",
         )
-    if plan.ep > 1 and plan.dp_replicate > 1 and not (plan.zero and plan.dp_shard * plan.cp > 1):
-        need = "zero of 1 or more, and dp_shard * cp of 2 or more"
-        yield ("parallel", "ep"), f"with dp_replicate needs {need}: replicas of experts are shards"

@@ -1,9 +1,11 @@
 """A transformer trained under ``parallelize``, on the ranks of a group or on one."""
 
+import gc
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
@@ -73,3 +75,24 @@ def train(
             total /= ranks.size()
         losses.append(total.item())
     return losses, norms
+
+
+def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """Bytes that a forward keeps for its backward, without parameters and buffers, each storage counted once.
+
+    Counts tensors saved by autograd and by selective recomputation.
+    """
+
+    def alive() -> dict[int, int]:
+        plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
+        # Tensors of a trace, which compiled code may hold, have no memory.
+        tensors = [t for t in plain if t.layout is torch.strided and not torch._is_functional_tensor(t)]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    before = alive()
+    # Saved tensors that pass through a hook are Python objects, which the garbage collector tracks.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = model(*args, **kwargs)
+    kept = sum(size for memory, size in alive().items() if memory not in before)
+    del out
+    return kept
