@@ -31,7 +31,8 @@ from benchmarks.harness.timing import order
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.train.config import Settings
-from parallel_ops.train.data.tokens import TokenFile, TokenStream
+from parallel_ops.train.data.token_file import TokenFile
+from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.local import PLAIN, Failure
 from parallel_ops.train.launch.options import Start

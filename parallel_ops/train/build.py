@@ -14,8 +14,9 @@ from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_recipes import device_problem
 from parallel_ops.planner.compute.documents import pair_work
+from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.data.by_length import ByLength
-from parallel_ops.train.data.growing import AnySamples, Growing
+from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.train.data.growing import AnySamples
+from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.launch.watchdog import Activity

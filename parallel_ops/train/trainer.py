@@ -23,7 +23,6 @@ from parallel_ops.models.lora import save_adapters
 from parallel_ops.train.build import build_model, build_samples, by_length, checked_device, compared_values
 from parallel_ops.train.checkpoint import checkpoints, new_phase
 from parallel_ops.train.checkpoint import resume as resuming
-from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
@@ -112,7 +111,7 @@ class Trainer(RunState):
             self.graph = StepGraph(self.optimizer, self.device, self.model, checked_capacity(settings))
         self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
-        self._refresh_data()
+        self._look_ahead()
         self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
         self.evaluation_loss = self.origin = self.wandb_run = None
         self.own_base, self.saved_step, self._stepped = False, -1, False
@@ -179,7 +178,7 @@ class Trainer(RunState):
         settings, scale = self.settings, self.scale.of_gradients(self.mesh.size("cp"))
         what, slow = f"step {self.global_step + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
-        self._refresh_data()
+        self._look_ahead()
         batches = self.loader.step(self.samples_seen)
         rows = [self.mesh.rank("dp") if batch.first_rank is None else batch.first_rank for batch in batches]
         seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, row) for n, row in enumerate(rows)]
@@ -224,10 +223,9 @@ class Trainer(RunState):
         )  # fmt: skip
         return total, norm, use
 
-    def _refresh_data(self) -> None:
-        """Lists growing folders where the next two steps, of which one is read ahead, need it."""
-        if isinstance(self.samples, Growing):
-            self.samples.reach(self.samples_seen + 2 * self.settings.plan.global_batch, of_first_rank)
+    def _look_ahead(self) -> None:
+        """Looks for the data of the next two steps, of which one is read ahead."""
+        self.samples.reach(self.samples_seen + 2 * self.settings.plan.global_batch, of_first_rank)
 
     def evaluate(self) -> float:
         """The mean loss on the evaluation data, in nats; all ranks call it. See ``train.step.evaluation``.

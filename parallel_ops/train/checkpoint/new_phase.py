@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.distributed.shards import local_box
+from parallel_ops._internal.module_names import some_of
 from parallel_ops.layers.lora import is_adapter, names_of
 from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description, of_all
-from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of, some_of
-from parallel_ops.train.data.growing import Growing
+from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
@@ -102,8 +102,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     other_data = changes_of_data(trainer, source)
     if not other_data:
         trainer.samples_seen = saved.samples_seen
-        if isinstance(trainer.samples, Growing):
-            trainer.samples.restore(saved.data["growing"])
+        trainer.samples.restore(saved.data)
     if saved.rest.get("dtype") == trainer.settings.precision.dtype:
         trainer.scale.load_state_dict(saved.rest["scale"])
     named: dict[str, Iterable[str]] = {

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from parallel_ops._internal.files import digest_of
+from parallel_ops._internal.module_names import some_of
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description, of_all
-from parallel_ops.train.data.growing import Growing
-from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.step.reductions import of_first_rank
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ _DIGESTS = {"digest": "other tokens, or another order of files", "mask": "anothe
 # Fields that a new phase may change.
 IN_A_PHASE = (*REPLACEABLE, "vocab_size")
 _ADVICE = "--resume PATH --new-phase, or Trainer.begin_phase, begins a new phase from its weights"
-# Names that are listed; further ones are counted.
-_NAMED = 4
 
 
 def state_dict(trainer: "RunState") -> dict[str, Any]:
@@ -138,8 +135,7 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     samples_seen = 0
     if not changes_of_data(trainer, source):
         samples_seen = saved.samples_seen
-        if isinstance(trainer.samples, Growing):
-            trainer.samples.restore(saved.data["growing"])
+        trainer.samples.restore(saved.data)
     progress = {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}
     load_state_dict(trainer, {**state, "progress": {**progress, "dtype": saved.rest.get("dtype")}})
     own_folder = trainer.settings.checkpoint.dir
@@ -173,11 +169,10 @@ def described_as(source: Path, model: dict[str, Any]) -> Description:
 def changes_of_data(trainer: "RunState", source: Path) -> list[str]:
     """The differences between a trainer's data and a checkpoint's; empty if the next sample follows the last."""
     saved, own = dict(checkpoints.describe(source).data), _data_of(trainer)
-    if isinstance(trainer.samples, Growing) and isinstance(saved.get("growing"), list):
-        # Files may have come since.
-        if problem := trainer.samples.problem(saved.pop("growing")):
-            return [problem]
-        del own["growing"]
+    if problem := trainer.samples.problem(saved):
+        return [problem]
+    for name in (name for name in trainer.samples.extended if name in saved):
+        del saved[name], own[name]
     digests = {name: (saved.pop(name, None), own.pop(name, None)) for name in _DIGESTS}
     found = [f"{name} {saved.get(name)} -> {own.get(name)}" for name in own | saved if saved.get(name) != own.get(name)]
     # Checkpoints from before have no digest; with ``prompt_loss`` there is none of the mask.
@@ -229,24 +224,11 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
     samples, data = trainer.samples, trainer.settings.data
     # Left out at the default, so that checkpoints from before these keys have the same data.
     more: dict[str, Any] = {} if data.packing == "concatenate" else {"packing": data.packing}
-    if isinstance(samples, Growing):
-        more["growing"] = samples.parts
-    else:
-        more |= {"tokens": len(samples.stream), "documents": samples.stream.documents}
-        more |= {name: own for name, own in zip(_DIGESTS, samples.stream.digest, strict=True) if own is not None}
-    if isinstance(samples, Mixture):
-        sizes = [[len(source.stream), source.stream.documents] for source in samples.sources]
-        more["sources"] = [[weight, *size] for weight, size in zip(samples.weights, sizes, strict=True)]
     return {
         **more,
+        **samples.described(),
         "seq_length": samples.seq_length,
         "seed": samples.seed,
         "document_mask": samples.document_mask,
         "shuffle": samples.shuffle,
     }
-
-
-def some_of(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")

@@ -10,16 +10,14 @@ parts are in each checkpoint: a resumed run takes the same samples up to the end
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from parallel_ops._internal.files import matches
-from parallel_ops.train.data.batches import Batch, batch_of
-from parallel_ops.train.data.batches import Sequence as Row
-from parallel_ops.train.data.mixture import Mixture
+from parallel_ops.train.data.any_samples import Agree, Composite
 from parallel_ops.train.data.packing import Samples
-from parallel_ops.train.data.tokens import Documents, TokenStream, files_of
+from parallel_ops.train.data.tokens import TokenStream, files_of
 
 # Between the seeds of two parts; odd and large, as that between sources.
 _SEEDS = 0x2545F4914F6CDD1D
@@ -27,18 +25,12 @@ _SEEDS = 0x2545F4914F6CDD1D
 # A file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens, and
 # their digest.
 File = tuple[int, str, int, str]
-# Returns what rank 0 has found, on every rank.
-Agree = Callable[[Callable[[], list[File]]], list[File]]
+# Opens files, as ``TokenStream`` with the options of a run.
+Open = Callable[[Sequence[Path]], TokenStream]
 
 
-class Open(Protocol):
-    """Opens files, as ``TokenStream`` with the options of a run."""
-
-    def __call__(self, paths: Sequence[Path], /) -> TokenStream: ...
-
-
-class Growing:
-    """Has the interface of ``Samples``, up to the end of the last part; ``reach`` adds parts.
+class Growing(Composite):
+    """Samples up to the end of the last part; ``reach`` adds parts.
 
     Args:
         paths: The paths of ``data.paths``; files of folders that begin with a dot are not read.
@@ -47,14 +39,13 @@ class Growing:
 
     Attributes:
         parts: The files of each part; none for one that has all files once more.
-        in_epoch: Sequences of all files, in the parts that have them first.
 
     Raises:
         ValueError, FileNotFoundError: No path is a folder, or one does not exist.
     """
 
-    packing = None
     ignores = True  # files with a mask may come
+    extended = ("growing",)
 
     def __init__(self, paths: Sequence[Path], dtype: str, opened: Open, *, seed: int, **options: Any) -> None:
         paths = [own for path in paths for own in matches(path)]
@@ -81,15 +72,15 @@ class Growing:
         return found
 
     @property
-    def masked(self) -> bool:
+    def masked(self) -> bool:  # type: ignore[override]
         return any(part.masked for part in self._samples)
 
     @property
     def in_epoch(self) -> int:
         return sum(part.in_epoch for part, files in zip(self._samples, self.parts, strict=True) if files)
 
-    def reach(self, samples: int, agree: Agree) -> None:
-        """Adds parts until there are as many samples; all ranks call it with the same number.
+    def reach(self, samples: int, agree: Agree[list[File]]) -> None:
+        """Adds parts.
 
         Raises:
             ValueError: A file cannot be read or has other tokens on this rank, or there are too few tokens for one
@@ -98,20 +89,26 @@ class Growing:
         while len(self) < samples:
             self._add(agree(self._found))
 
-    def problem(self, parts: Sequence[Sequence[Sequence[Any]]]) -> str | None:
-        """Why the parts of a checkpoint cannot be taken: a file is missing or has changed; ``None`` if they can."""
+    def described(self) -> dict[str, Any]:
+        return {"growing": self.parts}
+
+    def problem(self, saved: Mapping[str, Any]) -> str | None:
+        """A file is missing or has changed. Files may have come since."""
         try:
-            for file in (file for part in parts for file in part):
+            for file in (file for part in saved.get("growing", ()) for file in part):
                 self._check(*file)
         except (ValueError, OSError, IndexError, TypeError) as error:
             return str(error)
         return None
 
-    def restore(self, parts: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Replaces the parts by those of a checkpoint, which have no ``problem``."""
+    def restore(self, saved: Mapping[str, Any]) -> None:
         self.parts, self._samples, self._firsts = [], [], [0]
-        for part in parts:
+        for part in saved["growing"]:
             self._add([(number, name, tokens, *digest) for number, name, tokens, *digest in part])
+
+    def details(self, taken: int) -> list[str]:
+        parts = f"{len(self.parts):,} part{'' if len(self.parts) == 1 else 's'}"
+        return [f"files that come are read after sample {len(self):,}; {parts} so far"]
 
     def _found(self) -> list[File]:
         """The files that are new, if they make a sequence."""
@@ -153,6 +150,7 @@ class Growing:
     def _add(self, files: list[File]) -> None:
         for file in files:
             self._check(*file)
+        assert self.seed is not None
         seed = (self.seed + len(self.parts) * _SEEDS) % 2**63
         stream = self._joined(files) if files else self.stream
         self._samples.append(Samples(stream, seed=seed, **self._options))
@@ -160,27 +158,6 @@ class Growing:
         # Last: the loader's thread reads below it.
         self._firsts.append(self._firsts[-1] + self._samples[-1].in_epoch)
 
-    def _place(self, number: int) -> tuple[Samples, int]:
+    def place(self, number: int) -> tuple[Samples, int]:
         part = bisect.bisect_right(self._firsts, number) - 1
         return self._samples[part], number - self._firsts[part]
-
-    def samples(self, numbers: range) -> list[Row]:
-        """The sequences of these samples."""
-        found = []
-        for number in numbers:
-            part, own = self._place(number)
-            found += part.samples(range(own, own + 1))
-        return found
-
-    def batch(self, numbers: range) -> Batch:
-        """The samples ``numbers`` as one micro-batch."""
-        return batch_of(self.samples(numbers), document_mask=self.document_mask)
-
-    def file_of(self, number: int, token: int) -> tuple[Documents, int]:
-        """The file from which a sample has a token, and the document's number there."""
-        part, own = self._place(number)
-        return part.file_of(own, token)
-
-
-# Sources of a run's samples.
-AnySamples = Samples | Mixture | Growing

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout
+from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.data.batches import Batch, batch_of, shares
 from parallel_ops.train.data.by_length import ByLength
-from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.vocabulary import outside
 
 

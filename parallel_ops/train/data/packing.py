@@ -15,13 +15,14 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel_ops.train.data.batches import Batch, Sequence, batch_of
+from parallel_ops.train.data.any_samples import AnySamples
+from parallel_ops.train.data.batches import Sequence
 from parallel_ops.train.data.best_fit import Packing
 from parallel_ops.train.data.permutation import Permutation
 from parallel_ops.train.data.tokens import Documents, TokenStream
 
 
-class Samples:
+class Samples(AnySamples):
     """Sequences of a stream of documents.
 
     Args:
@@ -34,9 +35,7 @@ class Samples:
         prompt_loss: Count tokens in the loss that the files' masks leave out.
 
     Attributes:
-        in_epoch: Samples in an epoch.
-        masked: Some tokens do not count in the loss.
-        ignores: Targets may be ignored, so micro-batches differ in their number of targets.
+        packing: Of best fit; ``None`` without.
 
     Raises:
         ValueError: The stream is shorter than one sequence and its last target.
@@ -46,20 +45,36 @@ class Samples:
         self, stream: TokenStream, *, seq_length: int, seed: int | None, document_mask: bool = False,
         shuffle: bool = True, best_fit: bool = False, prompt_loss: bool = False,
     ) -> None:  # fmt: skip
-        self.stream, self.seq_length, self.seed = stream, seq_length, seed
+        self._stream, self.seq_length, self.seed = stream, seq_length, seed
         self.document_mask, self.shuffle = document_mask, shuffle and seed is not None
         self.packing = Packing(stream.lengths, seq_length) if best_fit else None
         if self.packing is None and len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
-        self.in_epoch = (len(stream) - 1) // seq_length if self.packing is None else len(self.packing)
         self.masked = stream.masked and not prompt_loss
         self.ignores = document_mask or best_fit or self.masked
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
 
+    @property
+    def stream(self) -> TokenStream:
+        return self._stream
+
+    @property
+    def in_epoch(self) -> int:
+        return (len(self.stream) - 1) // self.seq_length if self.packing is None else len(self.packing)
+
+    @property
+    def fill(self) -> str:
+        """How full the sequences of best fit are, the end of a line; empty without."""
+        if self.packing is None:
+            return ""
+        return f", sequences {self.packing.size.sum() / (self.in_epoch * (self.seq_length + 1)):.1%} full"
+
+    def details(self, taken: int) -> list[str]:
+        return [f"packed by best fit{self.fill}"] if self.packing is not None else []
+
     def samples(self, numbers: range) -> list[Sequence]:
-        """The sequences of these samples."""
         found = []
         while numbers:
             epoch, first = divmod(numbers[0], self.in_epoch)
@@ -68,12 +83,7 @@ class Samples:
             found += [self._sequence(int(n)) for n in self._order_of(np.arange(first, first + len(here)))]
         return found
 
-    def batch(self, numbers: range) -> Batch:
-        """The samples ``numbers`` as one micro-batch."""
-        return batch_of(self.samples(numbers), document_mask=self.document_mask)
-
     def file_of(self, number: int, token: int) -> tuple[Documents, int]:
-        """The file from which a sample has a token, and the document's number there."""
         epoch, own = divmod(number, self.in_epoch)
         self._draw(epoch)
         sequence = int(self._order_of(np.array([own]))[0])

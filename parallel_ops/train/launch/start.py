@@ -17,7 +17,7 @@ from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
-from parallel_ops.train.data.growing import AnySamples, Growing
+from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
@@ -86,8 +86,7 @@ def samples_of(settings: Settings) -> list[AnySamples]:
     """
     built = [samples for samples in build_samples(settings, None) if samples is not None]
     for samples in built:
-        if isinstance(samples, Growing):
-            samples.reach(1, lambda found: found())
+        samples.reach(1, lambda found: found())
     return built
 
 

@@ -12,23 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_ops._internal.files import described
+from parallel_ops._internal.module_names import some_of
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import ModuleChain, cut
-from parallel_ops.train.data.growing import Growing
-from parallel_ops.train.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
-    from parallel_ops.train.data.growing import AnySamples
-    from parallel_ops.train.data.packing import Samples
+    from parallel_ops.train.data.any_samples import AnySamples
     from parallel_ops.train.data.tokens import TokenStream
     from parallel_ops.train.report.settings import LoggingSettings
     from parallel_ops.train.results import Result
     from parallel_ops.train.run_state import RunState
 
 Line = tuple[str, str]
-# Files that are named; further ones are counted.
-_NAMED = 4
 # Columns of the labels.
 _LABEL = 12
 
@@ -129,34 +125,8 @@ def data_lines(samples: "AnySamples", taken: int) -> list[Line]:
         ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
         ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
         ("", _counted(samples)),
-        *_packed(samples, taken),
-        *_growing(samples),
+        *(("", line) for line in samples.details(taken)),
     ]
-
-
-def _growing(samples: "AnySamples") -> list[Line]:
-    if not isinstance(samples, Growing):
-        return []
-    parts = _count(len(samples.parts), "part")
-    return [("", f"files that come are read after sample {len(samples):,}; {parts} so far")]
-
-
-def _packed(samples: "AnySamples", taken: int) -> list[Line]:
-    """The sources of a mixture, or how full sequences of best fit are. ``taken``: Samples of the run."""
-    if isinstance(samples, Mixture):
-        lines = []
-        for number, (source, weight) in enumerate(zip(samples.sources, samples.weights, strict=True)):
-            tokens, epochs = len(source.stream), taken * weight / source.in_epoch
-            lines += [("", f"source {number}: {weight:.2%}, {tokens:,} tokens, {epochs:.3g} epochs{_fill(source)}")]
-        return lines
-    return [("", f"packed by best fit{_fill(samples)}")] if samples.packing is not None else []
-
-
-def _fill(samples: "Samples") -> str:
-    if samples.packing is None:
-        return ""
-    filled = samples.packing.size.sum() / (samples.in_epoch * (samples.seq_length + 1))
-    return f", sequences {filled:.1%} full"
 
 
 def _counted(samples: "AnySamples") -> str:
@@ -229,12 +199,7 @@ def _logs(settings: "LoggingSettings") -> list[Line]:
 
 
 def _files(stream: "TokenStream") -> str:
-    return _some([f"{file.path} ({size:,})" for file, size in zip(stream.files, stream.sizes, strict=True)])
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+    return some_of([f"{file.path} ({size:,})" for file, size in zip(stream.files, stream.sizes, strict=True)])
 
 
 def _ranges(numbers: Sequence[int]) -> str:

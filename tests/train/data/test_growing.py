@@ -77,19 +77,20 @@ class TestSamples:
         put(folder, "c", 2000, 41)
         other = growing(folder)
         other.reach(1, here)
-        assert len(other) == 45 and other.problem(samples.parts) is None
-        other.restore(samples.parts)
+        assert len(other) == 45 and other.problem(samples.described()) is None
+        other.restore(samples.described())
         assert read(other, 0, 35) == want
         other.reach(36, here)
         assert listed(other.parts)[2] == [(0, "c.npy", 41)]
         put(folder, "a", 0, 90)
-        assert growing(folder).problem(samples.parts).endswith("a.npy has 90 tokens, and had 101 when it was listed")
+        problem = growing(folder).problem(samples.described())
+        assert problem.endswith("a.npy has 90 tokens, and had 101 when it was listed")
         put(folder, "a", 7, 101)
-        assert growing(folder).problem(samples.parts).endswith("a.npy has other tokens than when it was listed")
-        assert growing(folder).problem(listed(samples.parts)) is None  # of a checkpoint from before
+        assert growing(folder).problem(samples.described()).endswith("a.npy has other tokens than when it was listed")
+        assert growing(folder).problem({"growing": listed(samples.parts)}) is None  # of a checkpoint from before
         (folder / "a.npy").unlink()
-        assert growing(folder).problem(samples.parts).endswith("a.npy does not exist")
-        assert growing(folder).problem([["x"]]) is not None
+        assert growing(folder).problem(samples.described()).endswith("a.npy does not exist")
+        assert growing(folder).problem({"growing": [["x"]]}) is not None
 
     def test_a_pattern_and_what_is_not_read(self, tmp_path):
         for name in ("in1", "in2"):

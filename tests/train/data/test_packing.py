@@ -12,7 +12,8 @@ from parallel_ops.train.data.best_fit import Packing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
-from parallel_ops.train.data.tokens import TokenFile, TokenStream
+from parallel_ops.train.data.token_file import TokenFile
+from parallel_ops.train.data.tokens import TokenStream
 from support.ranks.distributed import ranks
 from support.runs.trainer import VOCABULARY, settings_of, steps_of, trainer_of
 
@@ -149,16 +150,16 @@ class TestMixture:
         sources = [Samples(TokenStream([path]), seq_length=4, seed=3) for path in paths]
         mixture = Mixture(sources, weights)
         places = [mixture.place(number) for number in range(10_000)]
-        counts = np.bincount([source for source, _ in places], minlength=len(weights))
+        counts = np.bincount([sources.index(source) for source, _ in places], minlength=len(weights))
         assert (np.abs(counts / 10_000 - np.array(weights) / sum(weights)) <= len(weights) / 10_000).all()
-        for source in range(len(weights)):  # each sample of a source once, in order
-            assert [own for of, own in places if of == source] == list(range(counts[source]))
+        for source, count in zip(sources, counts, strict=True):  # each sample of a source once, in order
+            assert [own for of, own in places if of is source] == list(range(count))
         for number in (first, first + 10_000):
             source, own = mixture.place(number)
             (q,) = mixture.samples(range(number, number + 1))
-            assert q.tokens.tolist() == sources[source].samples(range(own, own + 1))[0].tokens.tolist()
+            assert q.tokens.tolist() == source.samples(range(own, own + 1))[0].tokens.tolist()
         a, b = mixture.place(first), mixture.place(first + 10_000)
-        assert a[0] == b[0] and b[1] - a[1] == counts[a[0]]
+        assert a[0] is b[0] and b[1] - a[1] == counts[sources.index(a[0])]
 
     def test_a_batch_has_about_its_share(self, tmp_path):
         mixture = Mixture([Samples(TokenStream([p]), seq_length=4, seed=3) for p in sources_of(tmp_path)], [3, 1])
