@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from typing_extensions import Unpack
 
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -32,7 +32,6 @@ from parallel_ops.layers.parameters import (
     to_local,
 )
 from parallel_ops.ops import rms_norm, rotary_embedding
-from parallel_ops.tensor_parallel.linear.call import Overlap
 
 Angles = tuple[Tensor, Tensor]
 
@@ -56,12 +55,10 @@ class ParallelSelfAttention(AttentionHeads):
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``.
         attention_dropout: probability, on the attention weights.
         bias: whether the linears have biases; qkv_bias: the same for ``q``, ``k`` and ``v``, ``None`` for ``bias``.
-        sequence_parallel: shard input and output by tokens over the mesh.
-        overlap, grad_reduce: how the linears overlap communication with matmuls, and add partial sums of the ranks;
-            see ``ColumnParallelLinear`` and ``RowParallelLinear``.
         init_method, output_init_method: fill tiles of ``q``, ``k``, ``v`` and ``sink``, and of ``out``, in place;
             ``None`` for what ``nn.Linear`` does, and zeros of ``sink``.
-        device, dtype: of the parameters; ``None`` for torch's defaults.
+        linear: ``sequence_parallel`` (shard input and output by tokens over the mesh), ``overlap``, ``grad_reduce``,
+            ``device`` and ``dtype`` of ``ColumnParallelLinear`` and ``RowParallelLinear``.
 
     Attributes:
         sink: ``[num_heads]``, a DTensor S(0), or ``None``.
@@ -98,13 +95,9 @@ class ParallelSelfAttention(AttentionHeads):
         attention_dropout: float = 0.0,
         bias: bool = True,
         qkv_bias: bool | None = None,
-        sequence_parallel: bool = False,
-        overlap: Overlap = "auto",
-        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **linear: Unpack[LinearArguments],
     ) -> None:
         super().__init__(
             num_heads,
@@ -134,19 +127,15 @@ class ParallelSelfAttention(AttentionHeads):
                 "parallel_ops.layers.core_attention.flash"
             )
         self.init_method = init_method
+        device, dtype = linear.get("device"), linear.get("dtype")
         self.sink = empty_parameter((num_heads,), Shard(0), self.mesh, device, dtype) if sink else None
         self.reset_parameters()
-        common = LinearArguments(
-            tp_mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
-            device=device, dtype=dtype,
-        )  # fmt: skip
         qkv_bias = bias if qkv_bias is None else qkv_bias
-        d = self.head_dim
+        d, keys = self.head_dim, num_kv_heads * self.head_dim
+        common: dict[str, Any] = {"tp_mesh": self.mesh, **linear}
         self.q = ColumnParallelLinear(hidden_size, num_heads * d, bias=qkv_bias, init_method=init_method, **common)
         self.k, self.v = (
-            ColumnParallelLinear(
-                hidden_size, num_kv_heads * d, bias=qkv_bias, rows=rows, init_method=init_method, **common
-            )
+            ColumnParallelLinear(hidden_size, keys, bias=qkv_bias, rows=rows, init_method=init_method, **common)
             for _ in range(2)
         )
         if qk_norm_over not in ("head", "all_heads"):

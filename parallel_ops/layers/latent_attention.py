@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from parallel_ops.comm import all_gather, copy_to_group
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
@@ -27,7 +27,6 @@ from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn
 from parallel_ops.layers.replicated import ReplicatedLinear
 from parallel_ops.ops import rotary_embedding
-from parallel_ops.tensor_parallel.linear.call import Overlap
 
 # DeepSeek fixes eps=1e-6 for the q and kv latent norms, independent of the model's norm_eps.
 _NORM_EPS = 1e-6
@@ -46,11 +45,9 @@ class ParallelLatentAttention(AttentionHeads):
         q_lora_rank: the same for queries; ``None`` for one projection.
         scale: of the scores; ``None`` for 1 / sqrt of the width of a query head.
         interleaved: which dimensions of the rotary parts are a pair; see ``rotary_embedding``.
-        window, core_attention, attention_dropout, sequence_parallel, overlap, grad_reduce: see
-            ``ParallelSelfAttention``.
+        window_size, core_attention, attention_dropout, linear: see ``ParallelSelfAttention``.
         init_method, output_init_method: fill tiles of the projections, and of ``out``, in place; ``None`` for what
             ``nn.Linear`` does.
-        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Raises:
         TypeError, ValueError: sizes that do not fit each other or the mesh.
@@ -82,13 +79,9 @@ class ParallelLatentAttention(AttentionHeads):
         window_size: tuple[int, int] | None = None,
         core_attention: CoreAttention | None = None,
         attention_dropout: float = 0.0,
-        sequence_parallel: bool = False,
-        overlap: Overlap = "auto",
-        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **linear: Unpack[LinearArguments],
     ) -> None:
         super().__init__(
             num_heads,
@@ -105,20 +98,17 @@ class ParallelLatentAttention(AttentionHeads):
         )  # fmt: skip
         self.scale = (self.nope + self.rope) ** -0.5 if scale is None else scale
         self.interleaved = interleaved
-        self.sequence_parallel = sequence_parallel and self.ranks > 1
-        where: dict[str, Any] = {
-            "tp_mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
-        }  # fmt: skip
-        options = LinearArguments(
-            tp_mesh=self.mesh, sequence_parallel=self.sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+        self.sequence_parallel = linear.get("sequence_parallel", False) and self.ranks > 1
+        where: dict[str, Any] = {name: linear.get(name) for name in ("device", "dtype")}
+        where |= {"tp_mesh": self.mesh, "sequence_parallel": self.sequence_parallel}
 
         def narrow(width: int) -> ReplicatedLinear:
             return ReplicatedLinear(hidden_size, width, init_method=init_method, **where)
 
         def wide(rank: int, width: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(rank, num_heads * width, bias=False, init_method=init_method, **options)
+            return ColumnParallelLinear(
+                rank, num_heads * width, bias=False, init_method=init_method, tp_mesh=self.mesh, **linear
+            )
 
         self.q_down = None if q_lora_rank is None else narrow(q_lora_rank)
         self.q_norm = None if q_lora_rank is None else Norm(q_lora_rank, "rms_norm", _NORM_EPS, **where)
@@ -127,7 +117,7 @@ class ParallelLatentAttention(AttentionHeads):
         self.kv_norm = Norm(kv_lora_rank, "rms_norm", _NORM_EPS, **where)
         self.kv = wide(kv_lora_rank, self.nope + v_head_dim)
         self.out = RowParallelLinear(
-            num_heads * v_head_dim, hidden_size, bias=False, init_method=output_init_method, **options
+            num_heads * v_head_dim, hidden_size, bias=False, init_method=output_init_method, tp_mesh=self.mesh, **linear
         )
 
     @propagates_errors

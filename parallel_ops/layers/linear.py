@@ -10,17 +10,16 @@ matmuls and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korth
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from typing_extensions import Unpack
 
 from parallel_ops._internal.distributed.group_checks import check_sizes
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops._internal.gradients.weight_gradients import Target
 from parallel_ops.comm import reduce_from_group, reduce_scatter
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear_base import (
     LinearArguments,
@@ -40,7 +39,6 @@ from parallel_ops.tensor_parallel import (
     column_parallel_linear,
     linear_reduce_scatter,
 )
-from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -85,20 +83,14 @@ class ColumnParallelLinear(ParallelLinear):
         *,
         tp_mesh: DeviceMesh | None,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        overlap: Overlap = "auto",
-        grad_reduce: GradReduce = "fp32",
         rows: slice | None = None,
         init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **linear: Unpack[LinearArguments],
     ) -> None:
-        options = LinearArguments(
-            tp_mesh=tp_mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
-            device=device, dtype=dtype,
-        )  # fmt: skip
         placement = Shard(0) if rows is None else Replicate()
-        super().__init__(in_features, out_features, (placement, placement), bias, init_method, options)
+        super().__init__(
+            in_features, out_features, (placement, placement), bias, init_method, tp_mesh=tp_mesh, **linear
+        )
         self.rows = rows
         if rows is None:
             ensure_divisible("ColumnParallelLinear", "out_features", out_features, self.ranks)
@@ -171,18 +163,12 @@ class RowParallelLinear(ParallelLinear):
         *,
         tp_mesh: DeviceMesh | None,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        overlap: Overlap = "auto",
-        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **linear: Unpack[LinearArguments],
     ) -> None:
-        options = LinearArguments(
-            tp_mesh=tp_mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
-            device=device, dtype=dtype,
-        )  # fmt: skip
-        super().__init__(in_features, out_features, (Shard(1), Replicate()), bias, init_method, options)
+        super().__init__(
+            in_features, out_features, (Shard(1), Replicate()), bias, init_method, tp_mesh=tp_mesh, **linear
+        )
         ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
 
     def _local_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -45,10 +45,9 @@ class SummedRows(ParameterGrad):
         super().add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
 
 
-class LinearArguments(TypedDict):
-    """Arguments that all linears of a block share."""
+class LinearArguments(TypedDict, total=False):
+    """Keywords that all linears of a block share; ``ColumnParallelLinear`` and ``RowParallelLinear`` explain them."""
 
-    tp_mesh: DeviceMesh | None
     sequence_parallel: bool
     overlap: Overlap
     grad_reduce: GradReduce
@@ -86,17 +85,22 @@ class ParallelLinear(ShardedModule):
         placements: tuple[Placement, Placement],
         bias: bool,
         init_method: InitFn | None,
-        options: LinearArguments,
+        *,
+        tp_mesh: DeviceMesh | None,
+        sequence_parallel: bool = False,
+        overlap: Overlap = "auto",
+        grad_reduce: GradReduce = "fp32",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(options["tp_mesh"])
-        encode(type(self).__name__, options["overlap"])
-        is_fp32(type(self).__name__, options["grad_reduce"])
+        super().__init__(tp_mesh)
+        encode(type(self).__name__, overlap)
+        is_fp32(type(self).__name__, grad_reduce)
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
-        self.sequence_parallel = options["sequence_parallel"] and self.ranks > 1
-        self.overlap, self.grad_reduce = options["overlap"], options["grad_reduce"]
-        where = self.mesh, options["device"], options["dtype"]
-        self.weight = empty_parameter((out_features, in_features), placements[0], *where)
-        self.bias = empty_parameter((out_features,), placements[1], *where) if bias else None
+        self.sequence_parallel = sequence_parallel and self.ranks > 1
+        self.overlap, self.grad_reduce = overlap, grad_reduce
+        self.weight = empty_parameter((out_features, in_features), placements[0], self.mesh, device, dtype)
+        self.bias = empty_parameter((out_features,), placements[1], self.mesh, device, dtype) if bias else None
         self._main_grad: Tensor | None = None
         self._deferred: DeferredWeightGradients | None = None
         self._placement = placements[0]

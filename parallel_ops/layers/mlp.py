@@ -5,18 +5,17 @@ y = W_down (silu(W_gate x + b_gate) * (W_up x + b_up)) + b_down             SwiG
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.linear_base import LinearArguments, column_linears
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
-from parallel_ops.tensor_parallel.linear.call import Overlap
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
 
@@ -30,12 +29,10 @@ class ParallelMLP(ShardedModule):
         tp_mesh: the ranks that share the weights; ``None`` for one.
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         bias: whether the linears have biases.
-        sequence_parallel: shard input and output by tokens over the mesh.
-        overlap, grad_reduce: how the linears overlap communication with matmuls, and add partial sums of the ranks;
-            see ``ColumnParallelLinear`` and ``RowParallelLinear``.
         init_method, output_init_method: fill tiles of ``up`` and ``gate``, and of ``down``, in place; ``None`` for what
             ``nn.Linear`` does.
-        device, dtype: of the parameters; ``None`` for torch's defaults.
+        linear: ``sequence_parallel`` (shard input and output by tokens over the mesh), ``overlap``, ``grad_reduce``,
+            ``device`` and ``dtype`` of ``ColumnParallelLinear`` and ``RowParallelLinear``.
 
     Raises:
         TypeError, ValueError: an unknown activation, sizes that do not fit the mesh.
@@ -56,27 +53,20 @@ class ParallelMLP(ShardedModule):
         tp_mesh: DeviceMesh | None,
         activation: str = "gelu",
         bias: bool = True,
-        sequence_parallel: bool = False,
-        overlap: Overlap = "auto",
-        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **linear: Unpack[LinearArguments],
     ) -> None:
         super().__init__(tp_mesh)
         if activation not in ACTIVATIONS:
             raise ValueError(f"ParallelMLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.activation, width = activation, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
-        common = LinearArguments(
-            tp_mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, grad_reduce=grad_reduce,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+        common: dict[str, Any] = {"bias": bias, "tp_mesh": self.mesh, **linear}
         self.gate = None
         if activation == "swiglu":
-            self.gate = ColumnParallelLinear(hidden_size, width, bias=bias, init_method=init_method, **common)
-        self.up = ColumnParallelLinear(hidden_size, width, bias=bias, init_method=init_method, **common)
-        self.down = RowParallelLinear(width, hidden_size, bias=bias, init_method=output_init_method, **common)
+            self.gate = ColumnParallelLinear(hidden_size, width, init_method=init_method, **common)
+        self.up = ColumnParallelLinear(hidden_size, width, init_method=init_method, **common)
+        self.down = RowParallelLinear(width, hidden_size, init_method=output_init_method, **common)
 
     @propagates_errors
     def forward(

@@ -77,9 +77,9 @@ class ShardedModule(nn.Module):
         return copied
 
     def extra_repr(self) -> str:
-        """The whole shapes of the module's own parameters, and over how many ranks they are."""
+        """The whole shapes of the module's own parameters, and the rank that has a part of them."""
         shapes = [f"{name}={list(p.shape)}" for name, p in self.named_parameters(recurse=False)]
-        return ", ".join([*shapes, f"rank={group_rank(self.group)} of {self.ranks}"])
+        return ", ".join([*shapes, f"rank={group_rank(self.group)} of {self.ranks}"] if shapes else [])
 
 
 def check_mesh(layer: str, mesh: DeviceMesh | None) -> DeviceMesh | None:

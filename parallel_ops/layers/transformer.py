@@ -15,21 +15,20 @@ drop the same elements as a single process would, whatever the mesh.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.latent_attention import ParallelLatentAttention
+from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn, ShardedModule
-from parallel_ops.tensor_parallel.linear.call import Overlap
 
 
 class ParallelTransformerLayer(ShardedModule):
@@ -47,12 +46,10 @@ class ParallelTransformerLayer(ShardedModule):
         dropout: probability, on both projections into the residual stream.
         bias: whether the linears have biases. attention_bias: the same for those of attention, ``None`` for ``bias``.
         qkv_bias: the same for queries, keys and values; ``None`` for ``attention_bias``.
-        sequence_parallel: shard the residual stream by tokens over the mesh.
-        overlap, grad_reduce: how the linears overlap communication with matmuls, and add partial sums of the ranks;
-            see ``ColumnParallelLinear`` and ``RowParallelLinear``.
         init_method: fills tiles of the weights in place; ``None`` for what ``nn.Linear`` does.
         output_init_method: the same for the two projections into the residual stream.
-        device, dtype: of the parameters; ``None`` for torch's defaults.
+        linear: ``sequence_parallel`` (shard the residual stream by tokens over the mesh), ``overlap``,
+            ``grad_reduce``, ``device`` and ``dtype`` of ``ColumnParallelLinear`` and ``RowParallelLinear``.
 
     Raises:
         TypeError, ValueError: an unknown norm or activation, dropout outside 0 to 1, sizes that do not fit the mesh.
@@ -89,27 +86,22 @@ class ParallelTransformerLayer(ShardedModule):
         sink: bool = False,
         window_size: tuple[int, int] | None = None,
         core_attention: CoreAttention | None = None,
-        sequence_parallel: bool = False,
-        overlap: Overlap = "auto",
-        grad_reduce: GradReduce = "fp32",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **linear: Unpack[LinearArguments],
     ) -> None:
         super().__init__(tp_mesh)
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"ParallelTransformerLayer: dropout must be from 0 to 1, got {dropout}")
-        self.dropout, sequence_parallel = dropout, sequence_parallel and self.ranks > 1
-        where = {"tp_mesh": self.mesh, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        linear = {
-            "overlap": overlap, "grad_reduce": grad_reduce, "bias": bias, "init_method": init_method,
-            "output_init_method": output_init_method,
-        }  # fmt: skip
-        self.norm_attention = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
+        self.dropout = dropout
+        linear["sequence_parallel"] = linear.get("sequence_parallel", False) and self.ranks > 1
+        where: dict[str, Any] = {name: linear.get(name) for name in ("sequence_parallel", "device", "dtype")}
+        init: dict[str, Any] = {"init_method": init_method, "output_init_method": output_init_method}
+        self.norm_attention = Norm(hidden_size, norm, norm_eps, tp_mesh=self.mesh, **where)
         self.attention = attention or ParallelSelfAttention(
             hidden_size,
             num_heads,
+            tp_mesh=self.mesh,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             qk_norm=qk_norm,
@@ -119,17 +111,14 @@ class ParallelTransformerLayer(ShardedModule):
             window_size=window_size,
             core_attention=core_attention,
             attention_dropout=attention_dropout,
+            bias=bias if attention_bias is None else attention_bias,
             qkv_bias=qkv_bias,
-            **(linear if attention_bias is None else {**linear, "bias": attention_bias}),  # type: ignore[arg-type]
-            **where,  # type: ignore[arg-type]
+            **init,
+            **linear,
         )
-        self.norm_mlp = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
+        self.norm_mlp = Norm(hidden_size, norm, norm_eps, tp_mesh=self.mesh, **where)
         self.mlp = mlp or ParallelMLP(
-            hidden_size,
-            ffn_hidden_size,
-            activation=activation,
-            **linear,  # type: ignore[arg-type]
-            **where,  # type: ignore[arg-type]
+            hidden_size, ffn_hidden_size, tp_mesh=self.mesh, activation=activation, bias=bias, **init, **linear
         )
 
     @propagates_errors
