@@ -6,7 +6,6 @@ shapes are known.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -131,28 +130,6 @@ class Folder:
             write_json(part / CONFIG, self.options)
             for name, content in (more or {}).items():
                 (part / name).write_bytes(content)
-
-
-def write_folder(
-    folder: Path, config: TransformerConfig, loaded: Mapping[str, Any], shapes: Mapping[str, Sequence[int]],
-    read: Callable[[str], Tensor], *, dtype: torch.dtype, file_bytes: int = FILE_BYTES, **options: Any,
-) -> int:  # fmt: skip
-    """Writes the folder of a model whose parameters are read one at a time.
-
-    Args:
-        loaded, shapes: see ``Folder``. read: returns a parameter, on the CPU.
-        dtype: of the tensors. options: see ``Folder.write``.
-
-    Returns:
-        The bytes of all tensors.
-
-    Raises:
-        ValueError: no family has the configuration. FileExistsError, OSError: see ``new_folder``.
-    """
-    content = Folder(config, loaded, shapes, dict.fromkeys(shapes, dtype), file_bytes)
-    read = functools.lru_cache(maxsize=1)(read)  # all experts of a layer are one parameter
-    content.write(folder, content.made(lambda piece, name: read(name)[piece.place]), **options)
-    return content.nbytes
 
 
 def joined(pieces: Sequence[tuple[TensorMapping, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -3,8 +3,7 @@
 One parameter is in memory at a time, read from the parts that the ranks of the run have written.
 """
 
-import json
-import warnings
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,17 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from parallel_ops.layers.lora import is_adapter, names_of
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.huggingface.adapters import Adapters, write_adapters
 from parallel_ops.models.huggingface.config_json import family_of, options_of
-from parallel_ops.models.huggingface.streaming import write_folder
+from parallel_ops.models.huggingface.streaming import Folder
 from parallel_ops.models.lora import adaptable, add_adapters
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
-from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
+from parallel_ops.train.checkpoint.metadata import empty, sizes_of
 from parallel_ops.train.checkpoint.resume import LORA, has_base, shape_of
 from parallel_ops.train.checkpoint.tokenizer_files import tokenizer_files
 from parallel_ops.train.config_file import describe_errors
@@ -65,11 +62,8 @@ def export(
     config = config_of(source, description)
     of_run = description.rest.get("dtype")
     chosen = dtype or (of_run if of_run in DTYPES else "fp32")
-    sums = checkpoints.verified(source, None)
-    try:
-        metadata = read_metadata(source, {name: size for name, (size, _) in sums.items()})
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    metadata = checkpoints.open_checked(source, None)
+    stored = sizes_of(metadata)
     model = Transformer(config, device="meta")
     every, adapted = list(adaptable(model)), description.model.get(LORA)
     if adapted is not None:
@@ -77,19 +71,16 @@ def export(
     merges, found = adapted is not None and has_base(description), model.state_dict().items()
     shapes = {name: tuple(t.shape) for name, t in found if adapted is None or merges or is_adapter(name)}
     for name, shape in shapes.items():
-        stored = metadata.state_dict_metadata.get(f"model.{name}")
-        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(shape):
-            size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
-            raise CheckpointError(f"{source}: {name} must be {list(shape)}, got {size}")
+        if (size := stored.get(f"model.{name}")) != shape:
+            got = "nothing" if size is None else list(size)
+            raise CheckpointError(f"{source}: {name} must be {list(shape)}, got {got}")
 
     merged = {weight: adapter for weight, *adapter in map(names_of, adapted["linears"] if adapted and merges else ())}
 
     def read_one(name: str) -> Tensor:
-        found: dict[str, Any] = {f"model.{name}": torch.empty(shapes[name], dtype=_dtype(metadata, name))}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load_state(found, storage_reader=SafeReader(source, metadata), planner=SafeLoadPlanner(), no_dist=True)
-        return found[f"model.{name}"]
+        tensor = empty(metadata, f"model.{name}")
+        checkpoints.load({f"model.{name}": tensor}, source, None, metadata)
+        return tensor
 
     def read(name: str) -> Tensor:
         own = read_one(name)
@@ -117,9 +108,10 @@ def export(
         report(written, written)
         return _result(source, folder, description, options["model_type"], chosen, written)
     whole = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-    written = write_folder(folder, config, given, whole, read, dtype=DTYPES[chosen], more=more, report=report)
-    options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return _result(source, folder, description, options["model_type"], chosen, written)
+    content = Folder(config, given, whole, dict.fromkeys(whole, DTYPES[chosen]))
+    last = functools.lru_cache(maxsize=1)(read)  # all experts of a layer are one parameter, and several tensors
+    content.write(folder, content.made(lambda piece, name: last(name)[piece.place]), more=more, report=report)
+    return _result(source, folder, description, content.options["model_type"], chosen, content.nbytes)
 
 
 def _result(
@@ -159,8 +151,3 @@ def config_of(source: Path, description: Description) -> TransformerConfig:
     if differing := [name for name in description.model if name != LORA and own.get(name) != description.model[name]]:
         raise CheckpointError(f"{source} is of a model that this version does not have: {', '.join(differing)}")
     return config
-
-
-def _dtype(metadata: Any, name: str) -> torch.dtype:
-    found: torch.dtype = metadata.state_dict_metadata[f"model.{name}"].properties.dtype
-    return found

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -94,6 +95,19 @@ def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
         return _metadata(_Unpickler(io.BytesIO(content)).load(), files)
     except _ERRORS as error:
         raise ValueError(f"{file} is damaged: {error or type(error).__name__}") from None
+
+
+def sizes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each tensor of a checkpoint, by its name there."""
+    found = metadata.state_dict_metadata.items()
+    return {name: tuple(own.size) for name, own in found if isinstance(own, TensorStorageMetadata)}
+
+
+def empty(metadata: Metadata, name: str) -> Tensor:
+    """Memory for a whole tensor of a checkpoint, which has it."""
+    stored = metadata.state_dict_metadata[name]
+    assert isinstance(stored, TensorStorageMetadata)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
 class SafeReader(FileSystemReader):

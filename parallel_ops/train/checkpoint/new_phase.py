@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +20,7 @@ from parallel_ops.layers.lora import is_adapter, names_of
 from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description, of_all
+from parallel_ops.train.checkpoint.metadata import empty, sizes_of
 from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     if only_adapters and (base := _base_of(trainer)) != (before := saved.rest.get("adapters", {}).get("base")):
         changes.append(f"the model of the adapters {before} -> {base}")
     metadata = checkpoints.open_checked(source, trainer.writers)
-    stored = _sizes(metadata)
+    stored = sizes_of(metadata)
     merged = [] if old_lora is None or old_lora == own_lora else list(old_lora["linears"])
     scaling = 1.0 if old_lora is None else old_lora["alpha"] / old_lora["rank"]
     found: Any = get_state_dict(trainer.model, trainer.optimizer, options=StateDictOptions())
@@ -80,11 +80,11 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
         )
     }  # fmt: skip
     # Read whole: of tables, and of adapters to be merged.
-    whole = {name: _empty(metadata, name) for name in tables}
+    whole = {name: empty(metadata, f"model.{name}") for name in tables}
     for linear in merged:
         weight, *adapter = names_of(linear)
         if weight in model:
-            whole |= {name: _empty(metadata, name) for name in adapter}
+            whole |= {name: empty(metadata, f"model.{name}") for name in adapter}
     checkpoints.load({"model": {**kept, **whole}, "optimizer": {"state": states}}, source, trainer.writers, metadata)
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=StateDictOptions()
@@ -136,17 +136,6 @@ def _base_of(trainer: "RunState") -> str | None:
     """The folder with the weights that adapters are of; ``None`` where they are those of the seed."""
     folder = trainer.settings.model.dir
     return None if folder is None else str(folder)
-
-
-def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    found = metadata.state_dict_metadata.items()
-    return {name: tuple(own.size) for name, own in found if isinstance(own, TensorStorageMetadata)}
-
-
-def _empty(metadata: Metadata, name: str) -> Tensor:
-    stored = metadata.state_dict_metadata[f"model.{name}"]
-    assert isinstance(stored, TensorStorageMetadata)
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
 def _part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:
