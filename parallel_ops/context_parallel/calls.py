@@ -28,7 +28,7 @@ def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
     cuts = ((options.left, options.right, 1),)
     if options.key_ranges is None:
         return document_layout(NAME, length, size, "balanced", options.cu_seqlens, cuts).cp_layout
-    return layout_for(length, size, "balanced", options.host_ranges(length), cuts).cp_layout
+    return layout_for(length, size, "balanced", options.key_ranges, cuts).cp_layout
 
 
 def check_calls(

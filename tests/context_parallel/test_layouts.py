@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence, token_ranges
 from parallel_ops.context_parallel.batch_layout import layout_for
-from parallel_ops.context_parallel.schedule.blocks import query_limits
 from parallel_ops.ops.attention import document_ranges
+from parallel_ops.ops.attention.options import AttentionOptions
 from support.ranks.distributed import ranks
 
 KINDS = ("zigzag", "striped", "contiguous")
@@ -82,10 +82,10 @@ def test_a_balanced_layout_sends_what_is_seen(size, bounds):
     layout = SequenceLayout.balanced([ranges], size)
     assert layout == SequenceLayout.balanced([ranges.clone(), ranges], size, weights=[1, 3])
     shards = [token_ranges.shard_ranges(layout.cp_layout, 64, size, rank) for rank in range(size)]
-    rows = layout.rows_sent(ranges)
+    rows, options = layout.rows_sent(ranges), AttentionOptions(key_ranges=ranges)
     assert sum(layout.area(ranges)) == int((ranges[1] - ranges[0] + 1).sum())
     for source, target in itertools.permutations(range(size), 2):
-        parts = token_ranges.visible_keys(shards[source], shards[target], None, 0, query_limits(ranges, shards[target]))
+        parts = token_ranges.visible_keys(shards[source], shards[target], None, 0, options.limits(shards[target]))
         assert token_ranges.count_tokens(parts) == rows[source][target]
 
 

@@ -265,7 +265,7 @@ LINKED = [
 
 def seen_by_other_nodes(case, size):
     """Keys of other nodes that any query of a node sees, of all nodes."""
-    m, ranges, layout = case.ranks_per_node, case.options().host_ranges(case.length), case.shared_by(size)
+    m, ranges, layout = case.ranks_per_node, case.options().ranges(case.length), case.shared_by(size)
     places = torch.arange(case.length)
     mask = torch.ones(case.length, case.length, dtype=torch.bool)
     if ranges is not None:

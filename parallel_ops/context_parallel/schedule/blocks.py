@@ -26,15 +26,6 @@ class _Block:
     ranges: range
 
 
-def query_limits(ranges: Tensor, queries: tuple[TokenRange, ...]) -> tuple[tuple[int, int], ...]:
-    """First and last key that any query of each of these token ranges sees. ``ranges``: on the CPU."""
-
-    def read() -> tuple[tuple[int, int], ...]:
-        return tuple((int(ranges[0, part.start]), int(ranges[1, part.last])) for part in queries)
-
-    return once(ranges, ("limits", queries), read)
-
-
 def _blocks(
     queries: Sequence[TokenRange], keys: Sequence[TokenRange], options: AttentionOptions, from_keys: bool = False
 ) -> list[_Block]:
@@ -51,7 +42,7 @@ def _blocks(
     if ranges is not None and seed is None and in_order(keys):
         # Spans can describe any mask between shards in the order of the sequence.
         def one() -> list[_Block]:
-            limits = query_limits(ranges, tuple(queries)) if ranges.is_cpu else None
+            limits = options.limits(tuple(queries)) if ranges.is_cpu else None
             see = [
                 i for i, q in enumerate(queries)
                 if visible_keys(tuple(keys), (q,), left, right, None if limits is None else limits[i : i + 1])

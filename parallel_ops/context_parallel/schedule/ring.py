@@ -28,7 +28,7 @@ from torch import Tensor
 
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
-from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys, query_limits
+from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys
 from parallel_ops.context_parallel.schedule.rows import Parts, Rows, joined
 from parallel_ops.context_parallel.token_ranges import count_tokens, visible_keys
 from parallel_ops.ops.attention.options import AttentionOptions
@@ -43,7 +43,7 @@ class Ring:
         ranks: their numbers in the transport's group, in the order of the ring.
         at: the index of this rank among them.
         shards: the tokens of each rank.
-        ranges: the key ranges of ``options`` on the CPU; without them keys of other documents are sent too.
+        mask: options whose mask the host knows; without it keys of other documents are sent too.
         per_node: ranks of a node, which are adjacent in the ring; 1 for a ring of one level.
     """
 
@@ -53,7 +53,7 @@ class Ring:
     at: int
     shards: Sequence[Parts]
     options: AttentionOptions
-    ranges: Tensor | None = None
+    mask: AttentionOptions | None = None
     per_node: int = 1
 
     @property
@@ -85,7 +85,7 @@ class Ring:
         return self._visible(source, tuple(q for shard in self.shards[first : first + self.per_node] for q in shard))
 
     def _visible(self, source: int, queries: Parts) -> Parts:
-        limits = None if self.ranges is None else query_limits(self.ranges, queries)
+        limits = None if self.mask is None else self.mask.limits(queries)
         return visible_keys(self.shards[source], queries, self.options.left, self.options.right, limits)
 
     def exchange(self, sent: Tensor, to: int, parts: Parts, source: int) -> Rows:

@@ -132,13 +132,10 @@ class Placement(NamedTuple):
         ranks = ring_ranks(self.cp_layout, size, transport.rank, u)
         shards = [shard_ranges(self.cp_layout, self.length, size, r, u) for r in ranks]
         # Values that only a GPU has are read once a batch, if the layout was made of them; no graph is captured then.
+        mask = options if options.packed and (options.known_on_host or self.layout == "balanced") else None
         ranges = options.ranges(self.length)
-        host: Tensor | None = None
         if ranges is None and max(map(len, shards)) > 2 and options.dropout_seed is None:
             ranges = _all_keys(self.length, device)  # one call a step instead of one for each pair of ranges
-            host = _all_keys(self.length, torch.device("cpu"))
-        elif ranges is not None and (options.known_on_host or self.layout == "balanced"):
-            host = options.host_ranges(self.length)
         options = options._replace(key_ranges=ranges, cu_seqlens=None)
         if u > 1:
             at = ulysses_ranks(self.cp_layout, size, transport.rank, u).index(transport.rank)
@@ -147,7 +144,7 @@ class Placement(NamedTuple):
                 sink=None if options.sink is None else options.sink.chunk(u)[at],
             )
         at, per_node = ranks.index(transport.rank), ranks_on_nodes(ranks, ranks_per_node)
-        return Ring(NAME, transport, ranks, at, shards, options, host, per_node)
+        return Ring(NAME, transport, ranks, at, shards, options, mask, per_node)
 
     def ulysses(self, transport: Transport) -> UlyssesGroup:
         """The ranks with which this one exchanges heads for tokens."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.dropout import dropout_seed as drawn_seed
 from parallel_ops._internal.tensor_format import FORMATS, TensorFormat, check_format, described
+from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention.cache import known_on_host, on_host, once
 from parallel_ops.ops.attention.ranges import document_ranges, intersect_ranges, range_error
 from parallel_ops.ops.softmaxes.shared import check_scale
@@ -71,7 +72,7 @@ class AttentionOptions(NamedTuple):
 
     @property
     def known_on_host(self) -> bool:
-        """True if ``host_ranges`` waits for no device."""
+        """True if ``limits`` waits for no device."""
         return all(t is None or known_on_host(t) is not None for t in (self.cu_seqlens, self.key_ranges))
 
     def ranges(self, length: int) -> Tensor | None:
@@ -81,10 +82,25 @@ class AttentionOptions(NamedTuple):
             return self.key_ranges
         return once(cu_seqlens, ("ranges", length), lambda: document_ranges(cu_seqlens, causal=False, length=length))
 
-    def host_ranges(self, length: int) -> Tensor | None:
-        """``ranges`` on the CPU."""
-        cu_seqlens, key_ranges = (None if t is None else on_host(t) for t in (self.cu_seqlens, self.key_ranges))
-        return self._replace(cu_seqlens=cu_seqlens, key_ranges=key_ranges).ranges(length)
+    def limits(self, queries: tuple[TokenRange, ...]) -> tuple[tuple[int, int], ...]:
+        """First and last key that any query of each of these token ranges sees, before ``left`` and ``right`` cut them.
+        Of a GPU's values those that ``on_host`` has, at these places alone."""
+        source = self.cu_seqlens if self.key_ranges is None else self.key_ranges
+        assert source is not None
+        host = on_host(source)
+
+        def read() -> tuple[tuple[int, int], ...]:
+            places = [[part.start for part in queries], [part.last for part in queries]]
+            first, last = torch.tensor(places, dtype=torch.int64)
+            if self.key_ranges is None:
+                edges = host.to(torch.int64)
+                first = edges[torch.searchsorted(edges, first, right=True) - 1]
+                last = edges[torch.searchsorted(edges, last, right=True)] - 1
+            else:
+                first, last = host[0, first], host[1, last]
+            return tuple(zip(first.tolist(), last.tolist(), strict=True))
+
+        return once(host, ("limits", queries), read)
 
 
 def attention_options(
