@@ -175,7 +175,7 @@ class Session:
             fail("these ranks cannot send over nccl: it needs GPUs")
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype, self.size, self.links, self.quick = options.DTYPES[dtype], size, links, quick
-        self.transport, self.group, self._cpu_time = transport, None, cpu_time
+        self.transport, self.group, self.cpu_time = transport, None, cpu_time
         if transport != "paced":
             dist.init_process_group("nccl" if on_gpu else "gloo")
             self.group, self.size = dist.group.WORLD, dist.get_world_size()
@@ -198,7 +198,7 @@ class Session:
             if self.transport == "nccl":
                 use_transport(self.group, "nccl")
             real = transport_of(self.group, self.device) if self.transport == "nccl" else C10dTransport(self.group)
-            name = real.capabilities.name + (", CPU time" if self._cpu_time else "")
+            name = real.capabilities.name + (", CPU time" if self.cpu_time else "")
             yield real, {"transport": name, "link_gb_per_s": None}
             return
         for gb in self.links:
@@ -212,7 +212,7 @@ class Session:
             timer: Timer = device_timer(self.device)
             rounds = Rounds(3, 5) if self.quick else Rounds(9, 30, 20.0)
         else:
-            clock = time.process_time if self._cpu_time else time.perf_counter
+            clock = time.process_time if self.cpu_time else time.perf_counter
             timer, rounds = HostTimer(self.device, group=self.group, clock=clock), Rounds(3 if self.quick else 20)
         stats = take_turns(calls, timer, rounds)
         seconds = torch.tensor([stats[name].median for name in calls], dtype=torch.float64, device=self.device)
