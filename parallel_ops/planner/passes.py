@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU, Cluster
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
-from parallel_ops.planner.compute.compute import PassTimes, Work, head_passes, layer_passes
+from parallel_ops.planner.compute.compute import head_passes, layer_passes
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.work import PassTimes, Work
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts, recomputed_share
 

@@ -15,8 +15,8 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.communication.network import repeat
 from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
-from parallel_ops.planner.compute.compute import work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.memory.states import state_bytes, trained_parameters
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import beside, chunk_costs, layer_costs, rank_passes

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.planner import RULES, Plan, efficiency, estimate, presets
-from parallel_ops.planner.compute.compute import attention_seconds, head_passes, layer_passes, work_of
+from parallel_ops.planner.compute.attention import attention_seconds
+from parallel_ops.planner.compute.compute import head_passes, layer_passes
 from parallel_ops.planner.compute.efficiency import SHARES
 from parallel_ops.planner.compute.matmuls import Engine, product
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
 from parallel_ops.planner.step import StepTime, step_seconds

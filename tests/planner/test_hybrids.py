@@ -7,7 +7,9 @@ import pytest
 from parallel_ops.planner import Model, Plan, SearchOptions, efficiency, estimate, presets, search
 from parallel_ops.planner.cli.huggingface_config import model_of
 from parallel_ops.planner.communication.traffic import layer_traffic
-from parallel_ops.planner.compute.compute import layer_passes, linear_shapes, work_of
+from parallel_ops.planner.compute.compute import layer_passes
+from parallel_ops.planner.compute.linears import linear_shapes
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.export import export, systems
 from parallel_ops.planner.feasibility import problem
 from parallel_ops.planner.memory.activations import layer_activations

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner_fit_software import _BEGIN, carriers, loss, predicted, sample, start
 from parallel_ops.planner import Model, Plan, SearchOptions, efficiency, estimate, presets, search
 from parallel_ops.planner.communication.traffic import copies
-from parallel_ops.planner.compute.compute import attention_seconds, work_of
+from parallel_ops.planner.compute.attention import attention_seconds
 from parallel_ops.planner.compute.software import (
     CURRENT,
     FEWEST_TABLES,
@@ -20,6 +20,7 @@ from parallel_ops.planner.compute.software import (
     parts,
     uncertainty,
 )
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import TARGETS, systems
 from parallel_ops.planner.feasibility import problem

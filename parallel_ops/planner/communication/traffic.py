@@ -28,7 +28,6 @@ from functools import lru_cache
 from parallel_ops.context_parallel import cost
 from parallel_ops.planner.cluster import Cluster, Interconnect
 from parallel_ops.planner.communication.network import (
-    all_reduce_transfer,
     all_to_all_seconds,
     group_link,
     ring_transfer,
@@ -36,9 +35,16 @@ from parallel_ops.planner.communication.network import (
     start_seconds,
     transfer,
 )
-from parallel_ops.planner.compute.compute import PassTimes, Work, attention_seconds
+from parallel_ops.planner.communication.tensor_parallel import (
+    Transfers,
+    gradient_width,
+    summed_over_ranks,
+    tensor_parallel,
+)
+from parallel_ops.planner.compute.attention import attention_seconds
 from parallel_ops.planner.compute.documents import shares
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.work import PassTimes, Work
 from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
@@ -47,7 +53,6 @@ from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Transfer
 
-Transfers = list[tuple[Transfer, float]]
 _NONE = PassTimes(0.0, 0.0, 0.0)
 
 
@@ -81,20 +86,22 @@ def layer_traffic(
     overlapped = 0.0
     not_again = 0.0
     if plan.tp > 1:
-        there, forward, backward, not_again = _tensor_parallel(
+        there, forward, backward, not_again = tensor_parallel(
             model, cluster, plan, work, efficiency, width * tokens, sparse, again
         )
         found += there
         overlapped = backward if plan.sequence_parallel and work.tp_overlap else 0.0
         if plan.copied_experts and sparse:
-            copies_summed = _sum(cluster, plan, efficiency, _wide(work) * model.experts * model.expert_weights)
+            copies_summed = summed_over_ranks(
+                cluster, plan, efficiency, gradient_width(work) * model.experts * model.expert_weights
+            )
             found.append((copies_summed, 1))
             backward += copies_summed.seconds
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan, work.dispatcher) / plan.tp
         routed *= 0.75 if plan.dtype in FORMATS else 1.0  # dispatched in 8 bits, combined in 16
-        routed *= (width + max(width, _wide(work))) / (2 * width)  # tokens leave in the dtype of parameters
+        routed *= (width + max(width, gradient_width(work))) / (2 * width)  # tokens leave in the dtype of parameters
         torus = cluster.topology == "torus"
         seconds = all_to_all_seconds(plan.ep, routed, link, torus=torus)
         # Kernels of DeepEP and HybridEP start where their first token has arrived.
@@ -115,89 +122,6 @@ def layer_traffic(
         PassTimes(overlapped, (1 + again) * overlapped, 0.0),
     )
     return MicroBatchTraffic(waits, tuple(found), hidden)
-
-
-def _sum(cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float, *, gathers: bool = True) -> Transfer:
-    """The sum of ``size`` bytes over the tensor-parallel ranks. ``gathers``: small ones may be all-gathers; else what
-    runs beside matmuls."""
-    link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
-    gathered = efficiency.gathered_sums if gathers else 0.0
-    return all_reduce_transfer("tp", plan.tp, size, link, start=start, gathered=gathered)
-
-
-def _wide(work: Work) -> int:
-    """Bytes of a parameter's gradient before it is reduced. FSDP2 and ``replicate`` cast parameters; a rank that shares
-    its parameters with no other has them in fp32, and casts them op by op."""
-    return 4 if work.dtype == "fp32" or (work.fsdp and work.alone) else 2
-
-
-def _tensor_parallel(
-    model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, column: float, sparse: bool,
-    again: float,
-) -> tuple[Transfers, float, float, float]:  # fmt: skip
-    """Tensor-parallel transfers of a layer with their counts, the seconds exposed forward and backward, and those of
-    the forward that recomputation leaves out.
-
-    PyTorch's recomputation ends with the last tensor that the backward needs: without sequence parallelism the sum at
-    the end of a layer, or the gathering of what experts computed, comes after it.
-
-    Args:
-        column: bytes of one number per token.
-        again: share of the forward that is computed a second time.
-    """
-    link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
-
-    def parted(kind: str, columns: float) -> Transfer:
-        return ring_transfer("tp", kind, plan.tp, column * columns, link, start=start)
-
-    def summed(size: float) -> Transfer:
-        return _sum(cluster, plan, efficiency, size)
-
-    width, m = _wide(work), model.latent
-    stops = plan.fsdp and again > 0
-    skipped = 0.0
-    # Experts that are not split over the group have no tensor-parallel communication of their own.
-    routed = sparse and plan.expert_shards == 1
-    blocks = int(model.has_mlp and (not routed or model.shared_experts > 0)) + int(m is None and model.mixer != "")
-    # Latent attention sends its compressed vectors, of which the rotary part of the keys is in no matmul.
-    latent = (m.query_rank or model.hidden_size) + m.key_value_rank if m is not None else 0
-    entering = latent + m.rope_head if m is not None else 0
-    found: Transfers
-    if plan.sequence_parallel:
-        gather, scatter = parted("all-gather", model.hidden_size), parted("reduce-scatter", model.hidden_size)
-        found = [(gather, blocks * (3 + again)), (scatter, blocks * (2 + again))]
-        forward = backward = blocks * (gather.seconds + scatter.seconds)
-        if latent:
-            narrow, back = parted("all-gather", entering), parted("reduce-scatter", entering)
-            found += [(narrow, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
-            found.append((parted("all-gather", latent), 1))  # again, for the gradients of weights
-            forward, backward = forward + narrow.seconds + scatter.seconds, backward + gather.seconds + back.seconds
-        found.append((summed(model.norm_width * width), model.blocks))
-        # The gradients of biases are sums over the gathered gradients of all tokens.
-        biases = model.hidden_size * (1 if sparse else 2) if model.bias == "all" else 0
-        replicated = model.whole_in_layer(sparse, plan.tp) - biases - model.blocks * model.norm_width
-    else:
-        after = summed(column * model.hidden_size)
-        back = _sum(cluster, plan, efficiency, column * model.hidden_size, gathers=False)
-        found = [(after, blocks * (1 + again) - (again if stops and not routed else 0)), (back, blocks)]
-        forward, backward = blocks * after.seconds, blocks * back.seconds
-        skipped = after.seconds if stops else 0.0
-        if latent:
-            assert m is not None
-            back = _sum(cluster, plan, efficiency, column * latent, gathers=False)
-            rotary = summed(column * m.rope_head)
-            found += [(after, 1 + again), (back, 1), (rotary, 1)]
-            forward, backward = forward + after.seconds, backward + back.seconds + rotary.seconds
-        replicated = model.whole_keys(plan.tp)
-        if routed:  # each rank routes its share of the tokens, and all have the results
-            gather = parted("all-gather", model.hidden_size)
-            # The gradient of the tokens is in their dtype, which is that of the parameters.
-            back = parted("all-gather", model.hidden_size * width / state_bytes(plan)[0])
-            found += [(gather, 1 if stops else 1 + again), (back, 1)]
-            skipped = gather.seconds if stops else 0.0
-            forward, backward = forward + gather.seconds, backward + back.seconds
-            replicated += model.hidden_size * model.experts
-    return found + [(summed(replicated * width), 1)] * (replicated > 0), forward, backward, skipped
 
 
 _ANY = Plan()
@@ -290,7 +214,7 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
     plan = _plan_of(work)
     ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
     start = start_seconds(efficiency, ranks)
-    width, wide = state_bytes(plan)[0], _wide(work)
+    width, wide = state_bytes(plan)[0], gradient_width(work)
     tokens = model.seq_length * plan.micro_batch / plan.cp
     row = width * model.hidden_size
     forward: list[Transfer] = []
@@ -301,7 +225,7 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
         return ring_transfer("tp", kind, ranks, size, link, start=start)
 
     def summed(size: float) -> Transfer:
-        return _sum(cluster, plan, efficiency, size)
+        return summed_over_ranks(cluster, plan, efficiency, size)
 
     if not last:
         for rows in [tokens] + [model.seq_length / plan.cp] * (model.positions == "learned"):
@@ -318,7 +242,7 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
             hidden += [] if plan.fused_loss else [parted("all-gather", row * tokens)]
             hidden.append(summed(model.norm_width * wide))
         else:
-            backward.append(_sum(cluster, plan, efficiency, gradient, gathers=not plan.fused_loss))
+            backward.append(summed_over_ranks(cluster, plan, efficiency, gradient, gathers=not plan.fused_loss))
         forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))
     waits = PassTimes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
     return MicroBatchTraffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))

@@ -6,7 +6,7 @@ so these are neither accumulated nor reduced, and have no optimizer state. ``nf4
 4 bits (QLoRA, arXiv:2305.14314): they are converted to 16 bits for each matmul.
 """
 
-from parallel_ops.planner.compute.compute import linear_shapes
+from parallel_ops.planner.compute.linears import linear_shapes
 from parallel_ops.planner.model import Model
 
 

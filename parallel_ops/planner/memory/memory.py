@@ -17,17 +17,14 @@ from operator import le, mul
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.compute import linear_shapes
 from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.communicators import process_bytes
 from parallel_ops.planner.memory.states import (
     element_bytes,
-    end_parameters,
     sharded_states,
-    stage_parameters,
-    state_bytes,
     state_memory,
 )
+from parallel_ops.planner.memory.working import autograd_owns_gradients, gathered_ends, layer_buffers, layer_work
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import (
     StageLayout,
@@ -47,9 +44,6 @@ FRAGMENTATION, SHARDED_PIPELINE_FRAGMENTATION = 0.05, 0.125
 # Peak bytes per logit of an unfused loss in PyTorch: fp32 logits, their log-softmax and its gradient; with tensor
 # parallelism also the shifted logits.
 _LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
-# ZeRO-3 of DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` and reduces gradients in buckets of
-# ``reduce_bucket_size``: elements, its defaults (deepspeed/runtime/zero/config.py). A larger parameter is alone there.
-LIVE_PARAMETERS, REDUCE_BUCKET = 1e9, 5e8
 # One chunk of logits in parallel_ops.vocab_parallel_linear_cross_entropy on a GPU.
 FUSED_LOSS_BYTES = 256 * 2**20
 
@@ -148,7 +142,7 @@ class PlanMemory:
         self._shared = {} if shared is None else shared
         key = plan.micro_batch, plan.sequence_parallel, plan.cp_kind
         if key not in self._shared:
-            self._shared[key] = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens), {}
+            self._shared[key] = layer_buffers(model, plan, self._tokens), layer_work(model, plan, self._tokens), {}
         self._buffers, self._work, self._layers = self._shared[key]
         self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
         self._fixed: dict[int, FixedMemory] = {}
@@ -215,12 +209,12 @@ class PlanMemory:
                 logits += (
                     2 * width * tokens * model.hidden_size
                 )  # the gathered input, and its gradient before it is reduced
-            if not (_autograd_owns_gradients(model, plan) or plan.fused_loss):
+            if not (autograd_owns_gradients(model, plan) or plan.fused_loss):
                 # The gradient that autograd gets in place of the one in Megatron-LM's buffer
                 # (megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
                 logits += width * model.hidden_size * model.vocab_size / plan.tp
         if plan.zero == 3 and group_size(plan, "dp") > 1:
-            buffers = _gathered_ends(model, plan, stage)
+            buffers = gathered_ends(model, plan, stage)
         sharded = sharded_states(plan)
         states: tuple[float, float, float] | None = self._shared.get((self.layout, stage, sharded))
         if states is None:
@@ -275,82 +269,6 @@ class PlanMemory:
         """``layer_activations`` under ``recompute``."""
         self._layers[recompute] = layer_activations(self.model, self.plan, recompute)
         return self._layers[recompute]
-
-
-def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
-    """Bytes that FSDP keeps gathered during the passes of the layers: input and output embedding, and the gradient of
-    the larger one until it is reduced."""
-    width, gradient, _ = state_bytes(plan)
-    gradient = 0 if model.lora_rank else gradient
-    ends = end_parameters(model, plan, stage)
-    return width * sum(ends) + gradient * max(ends, default=0)
-
-
-def _autograd_owns_gradients(model: Model, plan: Plan) -> bool:
-    """False if matmuls add weight gradients to a buffer of the optimizer, as Megatron-LM's do. Under LoRA, weights of
-    the model have none."""
-    return plan.fsdp or plan.gather_parameters or plan.zero > 1 or bool(model.lora_rank)
-
-
-def _dummy_gradients(model: Model, plan: Plan) -> float:
-    """Bytes of the weight gradients that Transformer Engine hands to autograd, one a shape for the whole process, where
-    the GEMM adds the real one to Megatron-LM's buffer (transformer_engine/pytorch/module/base.py, ``get_dummy_wgrad``:
-    linears since 2.3, grouped ones since 2.10)."""
-    if _autograd_owns_gradients(model, plan):
-        return 0.0
-    linears = (each for shape, sparse in model.kinds for each in linear_shapes(shape, plan.tp, 1.0, sparse=sparse))
-    # The router is not one of its modules.
-    shapes = {(inputs, outputs) for _, inputs, outputs, _ in linears if outputs != model.experts}
-    if model.experts:
-        ffn = model.expert_ffn / plan.expert_shards
-        shapes |= {(model.hidden_size, (2 if model.gated else 1) * ffn), (ffn, model.hidden_size)}
-    return element_bytes(plan) * sum(inputs * outputs for inputs, outputs in shapes)
-
-
-def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
-    """Working memory of one layer: its gathered parameters and those of the next, its gradients until they are reduced,
-    gradients of its activations, and tensors gathered for tensor parallelism."""
-    width, gradient, _ = state_bytes(plan)
-    gradient = 0 if model.lora_rank else gradient  # those of adapters are small
-    sparse = model.sparse_layers > 0
-    largest = max(shape.layer_parameters(has) for shape, has in model.kinds if has == sparse) / plan.tp
-    largest += model.experts * model.expert_weights / plan.ep / plan.expert_shards if sparse else 0
-    total = 0.0
-    if group_size(plan, "dp") > 1 and plan.zero == 3 and plan.gather_parameters:
-        whole = sum(stage_parameters(model, plan, 0))
-        one = _largest_parameter(model, plan)
-        total += width * max(one, min(LIVE_PARAMETERS, whole)) + gradient * max(one, min(REDUCE_BUCKET, whole))
-    elif group_size(plan, "dp") > 1 and (plan.zero >= 2 or sharded_states(plan) == 2):
-        total += largest * (gradient + (2 * width if plan.zero == 3 else 0))
-    if model.frozen != "16bit":
-        total += width * _largest_parameter(model, plan)  # converted to 16 bits
-    ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
-    total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
-    message = width * tokens * model.hidden_size
-    total += 2 * message  # gradients of the input and of the output
-    if plan.tp > 1 and plan.sequence_parallel:
-        total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
-    if plan.ep > 1:
-        total += 2 * message * model.experts_per_token / plan.tp  # dispatched and combined tokens
-    return total
-
-
-def _largest_parameter(model: Model, plan: Plan) -> float:
-    """Elements of the largest parameter of a layer on one GPU, each linear with a matrix of its own."""
-    h = model.hidden_size
-    own = h * max(shape.value_width for shape, _ in model.kinds) / plan.tp
-    if model.mlp_layers:
-        own = max(own, h * model.ffn_hidden_size / plan.tp)
-    return max(own, h * model.expert_ffn / plan.expert_shards) if model.sparse_layers else own
-
-
-def _buffers(model: Model, plan: Plan, tokens: float) -> float:
-    """Buffers of context parallelism and of Transformer Engine."""
-    width, total = element_bytes(plan), _dummy_gradients(model, plan)
-    if plan.cp > 1 and plan.cp_kind == "ring":
-        # Keys and values that are being received, and their gradients.
-        total += 4 * width * tokens * max(shape.key_value_width for shape, _ in model.kinds) / plan.tp
-    return total
 
 
 def deepest_stages(layout: StageLayout) -> tuple[int, ...]:

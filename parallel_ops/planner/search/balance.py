@@ -8,8 +8,8 @@ import heapq
 from functools import lru_cache
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.compute import Work, work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.work import Work, work_of
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import chunk_costs
 from parallel_ops.planner.placement import StageLayout, chunk_rank, chunk_sizes, kind_counts

@@ -16,10 +16,12 @@ from typing import Any
 
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.communication.network import all_gather_seconds
-from parallel_ops.planner.compute.compute import attention_seconds, engine_of, work_of
+from parallel_ops.planner.compute.attention import attention_seconds
 from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.linears import engine_of
 from parallel_ops.planner.compute.matmuls import product
 from parallel_ops.planner.compute.software import constants_of
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import layer_costs

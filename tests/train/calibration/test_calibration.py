@@ -9,8 +9,9 @@ from parallel_ops.planner import Plan, estimate, presets
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.communication.network import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from parallel_ops.planner.compute.compute import attention_seconds, work_of
+from parallel_ops.planner.compute.attention import attention_seconds
 from parallel_ops.planner.compute.software import constants_of, efficiency
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.step import StepTime
 from parallel_ops.train.calibration.command import calibrate
