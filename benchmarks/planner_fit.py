@@ -181,6 +181,11 @@ def refits(values: Values) -> dict[str, dict[str, float]]:
     }
 
 
+def differing(found: Mapping[str, float], shipped: Mapping[str, float]) -> dict[str, float]:
+    """The constants that differ from those that ship: what ``validation/refits.json`` has of a fit."""
+    return {name: value for name, value in found.items() if value != shipped.get(name)}
+
+
 def band_keys(row: Measurement) -> tuple[str, ...]:
     """Keys of a row in ``presets/error_bands.json``: those of rows like it, and the kernels alone."""
     return (*keys(row.cluster, row.plan, row.software, row.model.expert_kind), era(row.software).kernels)
@@ -203,7 +208,11 @@ def main() -> None:
         for name, entry in known["generations"][generation].items():
             entry["value"] = float(f"{getattr(efficiency, name):.3g}")
     (folder / "efficiency.json").write_text(written(known), encoding="utf-8")
-    (Path(validation.__file__).parent / "refits.json").write_text(written(refits(values)), encoding="utf-8")
+    shipped = {
+        f"{of}/{name}": each["value"] for of, found in known["generations"].items() for name, each in found.items()
+    }
+    without = {name: differing(found, shipped) for name, found in refits(values).items()}
+    (Path(validation.__file__).parent / "refits.json").write_text(written(without), encoding="utf-8")
     print(f"loss {loss(values, sample()):.4f}")
     for seed in range(2):
         print("mean error on the half that was fitted, and on the other: {:.1%}, {:.1%}".format(*held_out_error(seed)))

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.planner_fit import BIAS, FLASH_BACKWARD, written
+from benchmarks.planner_fit import BIAS, FLASH_BACKWARD, differing, written
 from parallel_ops.planner import presets, validation
 from parallel_ops.planner.compute.efficiency import SHARES
 from parallel_ops.planner.compute.software import FEWEST_TABLES, era, parts, with_parts
@@ -158,8 +158,10 @@ def main() -> None:
     path.write_text(written(data), encoding="utf-8")
     path = Path(validation.__file__).parent / "refits.json"
     known = json.loads(path.read_text(encoding="utf-8"))
-    merged = known | {name: known.get(name, {}) | named(found) for name, found in without.items()}
-    path.write_text(written(merged), encoding="utf-8")
+    for name, found in without.items():
+        own = {key: value for key, value in known.get(name, {}).items() if key.count("/") == 1}  # of generations
+        known[name] = own | differing(named(found), named(values))
+    path.write_text(written(known), encoding="utf-8")
     # The constants are read once in a process.
     subprocess.run([sys.executable, "-c", "from benchmarks.planner_fit import write_bands; write_bands()"], check=True)
 

@@ -1,7 +1,8 @@
 """Step times with constants that were fitted without a table: how far off the planner is on runs it has not seen.
 
 ``refits.json``, written by ``benchmarks.planner_fit``, has for each table of step times the constants of a fit to all
-other tables: those of GPU generations (``"hopper/matmul"``) or those of software (``"transformer-engine/hopper/fp8"``).
+other tables that differ from those that ship: of GPU generations (``"hopper/matmul"``) or of software
+(``"transformer-engine/hopper/fp8"``).
 """
 
 import functools
