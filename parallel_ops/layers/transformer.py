@@ -150,10 +150,19 @@ class ParallelTransformerLayer(ShardedModule):
         complete.
         """
         check_input("ParallelTransformerLayer", x, self.norm_attention.weight, "[s, b, {}]")
-        h = self.norm_attention(x)
-        rows: dict[str, Any] = {"dropout": self.dropout, "row_positions": row_positions, "sizes": sizes}
-        x = self.attention(h, angles, mask, positions=positions, core_options=core_options, residual=x, **rows)
+        rows: dict[str, Any] = {"row_positions": row_positions, "sizes": sizes}
+        x = self.forward_attention(x, angles, mask, positions=positions, core_options=core_options, **rows)
         if isinstance(self.mlp, ParallelMoE):
             rows["losses"] = losses
-        out: Tensor = self.mlp(self.norm_mlp(x), residual=x, **rows)
+        return self.forward_mlp(x, **rows)
+
+    def forward_attention(self, x: Tensor, angles: Angles | None, mask: Tensor | None, **options: Any) -> Tensor:
+        """The first line of the formula; ``options`` are those of ``ParallelSelfAttention.forward``."""
+        h = self.norm_attention(x)
+        out: Tensor = self.attention(h, angles, mask, residual=x, dropout=self.dropout, **options)
+        return out
+
+    def forward_mlp(self, x: Tensor, **options: Any) -> Tensor:
+        """The second line of the formula; ``options`` are those of ``ParallelMLP`` or ``ParallelMoE``."""
+        out: Tensor = self.mlp(self.norm_mlp(x), residual=x, dropout=self.dropout, **options)
         return out
