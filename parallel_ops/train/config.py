@@ -231,8 +231,9 @@ class Settings(Section):
 
     @property
     def splits_backward(self) -> bool:
-        """Pipelines send the gradient of an input first; compiled blocks compute both gradients at once."""
-        return not self.run.compile
+        """Pipelines send the gradient of an input first; compiled and captured blocks compute both at once."""
+        captured = self.run.cuda_graph == "layers" and dict(self.parallel)["schedule"] not in SPLIT_BACKWARD
+        return not self.run.compile and not captured
 
     @cached_property
     def config(self) -> TransformerConfig:

@@ -31,12 +31,14 @@ from parallel_ops.train.launch.watchdog import Activity, group_timeout, longest,
 from parallel_ops.train.loop import take_steps
 from parallel_ops.train.results import Result, Step
 from parallel_ops.train.run_state import RunState
+from parallel_ops.train.step.capturable import checked_capacity, eager_reason
 from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
 from parallel_ops.train.step.expert_use import expert_use, overflowed
 from parallel_ops.train.step.forward_backward import forward_backward_of
-from parallel_ops.train.step.graph import StepGraph, checked_capacity, eager_reason
+from parallel_ops.train.step.graph import StepGraph
 from parallel_ops.train.step.inputs import StepInputs
+from parallel_ops.train.step.layer_graphs import LayerGraphs
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
 
@@ -106,9 +108,11 @@ class Trainer(RunState):
             split=settings.splits_backward,
         )  # fmt: skip
         self.eager_reason = eager_reason(settings, self.model, self.device) if settings.run.cuda_graph else None
-        self.graph = None
-        if settings.run.cuda_graph and self.eager_reason is None:
+        self.graph: StepGraph | LayerGraphs | None = None
+        if settings.run.cuda_graph == "step" and self.eager_reason is None:
             self.graph = StepGraph(self.optimizer, self.device, self.model, checked_capacity(settings))
+        elif settings.run.cuda_graph == "layers" and self.eager_reason is None:
+            self.graph = LayerGraphs(self.model, settings, self.device)
         self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
         self._look_ahead()

@@ -47,7 +47,7 @@ class Progress:
             print(description.text(description.start_lines(self.trainer)), flush=True)
             evaluation = self.trainer.evaluation
             if (reason := self.trainer.eager_reason) is not None:
-                outputs.warn(f"run.cuda_graph: steps are not captured: {reason}")
+                outputs.warn(f"run.cuda_graph: nothing is captured: {reason}")
             for warning in description.warnings(
                 self.trainer.samples, None if evaluation is None else evaluation.samples
             ):

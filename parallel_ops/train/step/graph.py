@@ -6,7 +6,7 @@
     later steps         replayed; the host launches one graph where it launched thousands of kernels
 
 A graph repeats addresses and numbers of the host, so nothing of a step may depend on a number of the host that changes,
-and nothing may be read by the host. ``eager_reason`` knows the settings where that is so. Loss, norm and the use of
+and nothing may be read by the host. ``capturable`` knows the settings where that is not so. Loss, norm and the use of
 experts are read after the replay, as after an eager step.
 
 Dropless experts of several ranks exchange numbers of rows that the host reads. These steps send them through a capacity
@@ -20,57 +20,18 @@ threads, such as NCCL's watchdog and the loader, query events and allocate pinne
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel_ops.layers import ParallelMoE
-from parallel_ops.models import Transformer
 from parallel_ops.train.data.batches import Batch
+from parallel_ops.train.step.capturable import WARMUP
 from parallel_ops.train.step.expert_use import overflowed
 from parallel_ops.train.step.inputs import StepInputs
 
-if TYPE_CHECKING:
-    from parallel_ops.train.config import Settings
-
-# torch's notes ask for a few; FSDP2 finds the order of its prefetches in the first.
-WARMUP = 3
-
 Results = tuple[Tensor, Tensor, Tensor | None]
-
-
-def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -> str | None:
-    """The first reason why steps of a run cannot be captured, the same on all ranks; ``None`` if they can."""
-    plan = settings.plan
-    reasons = {
-        f"it needs a GPU, and this run is on {device.type}": not has_graphs(device),
-        "of a model that is no Transformer of this package it is not known what it draws and reads": not isinstance(
-            model, Transformer
-        ),
-        "data.document_mask changes the lengths of documents in each step": settings.data.document_mask,
-        "dropout draws from seeds of the host, which a graph would repeat": getattr(model, "draws", False),
-        "parallel.cp does not divide data.seq_length, so experts have no capacity that is one on all ranks": (
-            checked_capacity(settings) is not None and settings.seq_length % plan.cp > 0
-        ),
-        "the backward of parallel.offload waits for copies to host memory": plan.offload != "none",
-        "recompute.offload allocates host memory in each step": settings.recompute.offload != "none",
-        "logging.trace measures the actions of a step with events": settings.logging.trace is not None,
-        "parallel.schedule runs two actions at a time, on two threads": plan.schedule == "dualpipe-v",
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def checked_capacity(settings: "Settings") -> float | None:
-    """The capacity factor through which captured steps send to dropless experts of several ranks, else ``None``."""
-    experts, shared = settings.config.experts, settings.plan.ep > 1
-    dropless = experts is not None and experts.capacity_factor is None
-    return settings.run.cuda_graph_capacity if dropless and shared else None
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Whether work on a device can be captured in a CUDA graph."""
-    return device.type == "cuda"
 
 
 class StepGraph:

@@ -16,9 +16,16 @@ Forbidden, from torch/csrc and CUDA's Programming Guide ("Prohibited and unhandl
     waiting for an event from outside the capture          cudaErrorStreamCaptureIsolation
     work on a stream that has not joined the capture       it would run at once, and never again
     a stream that the capturing stream does not wait for   cudaErrorStreamCaptureUnjoined
-    seeding or reading a generator's state                 CUDAGeneratorImpl raises; drawing is refused here too
+    seeding or reading a generator's state                 CUDAGeneratorImpl raises; a replay draws from the state then
     barriers, new groups, the first call of a kind         the host waits for other ranks
     an optimizer without ``capturable``                    torch.optim raises
+
+Memory, from c10/cuda/CUDACachingAllocator.cpp (private pools) and torch/cuda/graphs.py:
+
+    a replay reads and writes where the capture did        memory of others that was freed or resized since: it raises
+    captures of a pool take what earlier ones have freed   a replay destroys what was free when it was captured, and all
+                                                           that was captured later
+    results of captured ops                                undefined until a replay
 
 FSDP2 gets streams and events of this model. Not seen are kernels within an op: that these ask nothing of the host is
 their own tests'.
@@ -26,6 +33,7 @@ their own tests'.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -41,7 +49,8 @@ from parallel_ops._internal.gradients import weight_gradients
 from parallel_ops.comm import consistency
 from parallel_ops.ops.experts import order, permute
 from parallel_ops.pipeline_parallel import messages
-from parallel_ops.train.step import graph
+from parallel_ops.train.step import capturable
+from support.transports.fake_memory import Memory, Pool, destroy, forget, resized
 from support.transports.fake_streams import Event, NotCapturable, Stream, now, on_stream, refuse
 from support.transports.strict import _COLLECTIVES
 
@@ -62,27 +71,30 @@ def _inside() -> Iterator[None]:
 
 
 class CUDAGraph:
-    """What was captured, as functions."""
+    """What was captured, as functions, and the memory that they read and write."""
 
     replays = 0  # of all graphs
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], Any]] = []
         self._before: dict[int, tuple[Any, Any]] = {}
+        self.memory = Memory()
 
     def add(self, step: Callable[[], Any]) -> None:
         now.stream.launch()
         self._steps.append(step)
 
-    def resizes(self, step: Callable[[], Any]) -> None:
+    def resizes(self, memory: Any, step: Callable[[], Any]) -> None:
         """Memory that is taken from, or given back to, the graph's pool."""
+        self.memory.made(memory)
         self._steps.append(step)
 
     def will_write(self, tensors: Any) -> None:
         """Keeps memory that the capture must leave as it is."""
         for t in tree_leaves(tensors):
             if isinstance(t, Tensor) and (memory := t.untyped_storage())._cdata not in self._before:
-                self._before[memory._cdata] = memory, memory.clone()
+                with _inside():
+                    self._before[memory._cdata] = memory, memory.clone()
 
     def wrote(self, results: list[Tensor], given: Any) -> None:
         """Memory of results that is not memory of the arguments is undefined until a replay."""
@@ -91,22 +103,25 @@ class CUDAGraph:
             memory = t.untyped_storage()
             if memory._cdata not in known:
                 self._before.setdefault(memory._cdata, (memory, None))
+                self.memory.made(memory)
 
     def end(self) -> None:
         """Takes back what the capture computed."""
         for memory, before in self._before.values():
             if before is None:
-                torch.empty(0, dtype=torch.uint8).set_(memory).fill_(255)  # NaN, or -1
+                destroy(memory)
             elif memory.size() == before.size():
                 memory.copy_(before)
         self._before.clear()
+        self.memory.end()
 
     @torch.no_grad()
     def replay(self) -> None:
         refuse("a replay")
         assert self._steps, "nothing was captured"
-        for step in self._steps:
-            step()
+        with self.memory.replayed():
+            for step in self._steps:
+                step()
         CUDAGraph.replays += 1
 
     def reset(self) -> None:
@@ -132,11 +147,12 @@ class _Recorder(TorchDispatchMode):
         if any(type(t) not in (Tensor, nn.Parameter) or t.is_meta for t in results):
             return out
         capture.wrote(results, (args, kwargs))
+        held_args, held_kwargs, held = capture.memory.aliases((args, kwargs, results))
 
         def again() -> None:
             with _inside():
-                new = func(*args, **kwargs)
-                for old, value in zip(results, (t for t in tree_leaves(new) if isinstance(t, Tensor)), strict=True):
+                new = func(*held_args, **held_kwargs)
+                for old, value in zip(held, (t for t in tree_leaves(new) if isinstance(t, Tensor)), strict=True):
                     if namespace == "_c10d_functional":
                         torch.ops._c10d_functional.wait_tensor(value)
                     if value.data_ptr() != old.data_ptr():
@@ -188,10 +204,11 @@ def _collective(name: str) -> Any:
         now.capture.will_write(args)
         with _inside():
             work = _Work(original(group, *args, **kwargs))
+        held = now.capture.memory.aliases(args)
 
         def again() -> None:
             with _inside():
-                work.work = original(group, *args, **kwargs)
+                work.work = original(group, *held, **kwargs)
 
         now.capture.add(again)
         return work
@@ -210,12 +227,13 @@ def _grouped(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | N
         with _inside():
             out = original(*args)
         capture.wrote([] if out is None else [out], args)
+        held, result = capture.memory.aliases((args, out))
 
         def again() -> None:
             with _inside():
-                new = original(*args)
-                if out is not None and new is not None:
-                    out.copy_(new)
+                new = original(*held)
+                if result is not None and new is not None:
+                    result.copy_(new)
 
         capture.add(again)
         return out
@@ -224,11 +242,14 @@ def _grouped(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | N
 
 
 @contextlib.contextmanager
-def _capture(captured: CUDAGraph, *, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
+def _capture(
+    captured: CUDAGraph, *, stream: Stream, pool: Pool | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
     assert now.capture is None, "two captures at a time"
     if dist.is_initialized():  # NCCL's watchdog queries events all the time
         assert capture_error_mode != "global", "another thread queries an event: cudaErrorStreamCaptureUnsafe"
-    state, recorder = torch.get_rng_state(), _Recorder()
+    state, seed, recorder = torch.get_rng_state(), torch.initial_seed(), _Recorder()
+    captured.memory.begin(pool)
     with on_stream(stream):
         now.capture = captured
         stream.join({})
@@ -238,12 +259,13 @@ def _capture(captured: CUDAGraph, *, stream: Stream, capture_error_mode: str = "
             with _patched_host():
                 yield
             _check_joined(stream)
+            if torch.initial_seed() != seed:
+                raise NotCapturable("a generator was seeded")
         finally:
             _pop_mode()
             captured.end()
             now.capture = None
-    if not torch.equal(state, torch.get_rng_state()):
-        raise NotCapturable("a generator was seeded, or numbers were drawn")
+    torch.set_rng_state(state)  # numbers are drawn in replays
 
 
 def _check_joined(origin: Stream) -> None:
@@ -260,12 +282,14 @@ _streams: list[Stream] = []
 @contextlib.contextmanager
 def _patched_host() -> Iterator[None]:
     """What the host does without an op."""
+    thread = threading.get_ident()
 
     def refused(owner: Any, name: str, what: str) -> Any:
         original = getattr(owner, name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if not now.inside:  # a CPU kernel may
+            # A CPU kernel may, and the thread that reads data.
+            if not now.inside and threading.get_ident() == thread:
                 raise NotCapturable(f"{what}: {name}")
             return original(*args, **kwargs)
 
@@ -311,10 +335,13 @@ def cuda() -> Iterator[None]:
 
     def resize(memory: Any, size: int) -> Any:
         if now.capture is not None and not now.inside:
-            now.capture.resizes(functools.partial(resize_, memory, size))
+            now.capture.resizes(memory, functools.partial(resize_, memory, size))
+        else:
+            resized(memory)
         return resize_(memory, size)
 
     with contextlib.ExitStack() as stack:
+        stack.callback(forget)
 
         def patch(*args: Any) -> None:
             stack.enter_context(mock.patch.object(*args))
@@ -323,8 +350,9 @@ def cuda() -> Iterator[None]:
             patch(torch.cuda, name, getattr(handle, name))
         patch(torch.cuda, "CUDAGraph", CUDAGraph)
         patch(torch.cuda, "graph", _capture)
+        patch(torch.cuda, "graph_pool_handle", Pool)
         patch(torch.cuda, "synchronize", lambda *_: refuse("the host waits for the device"))
-        patch(graph, "has_graphs", lambda device: True)
+        patch(capturable, "has_graphs", lambda device: True)
         for module in (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
             patch(module, "_get_device_handle", lambda *_: handle)
         patch(torch.UntypedStorage, "resize_", resize)

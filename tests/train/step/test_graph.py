@@ -9,7 +9,7 @@ import torch
 from parallel_ops.models import Transformer
 from parallel_ops.train.report import outputs
 from parallel_ops.train.report.progress import Progress
-from parallel_ops.train.step.graph import WARMUP, eager_reason
+from parallel_ops.train.step.capturable import WARMUP, eager_reason
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 from support.transports import fake_graphs
@@ -182,7 +182,7 @@ def test_without_a_gpu_a_warning_and_eager_steps(data, monkeypatch):
     monkeypatch.setattr(outputs, "warn", said.append)
     settings = [runs.settings_of(data, run={"steps": 2, "cuda_graph": kind}) for kind in (False, "step")]
     eager, declined = (runs.train(0, each) for each in settings)
-    assert said == ["run.cuda_graph: steps are not captured: it needs a GPU, and this run is on cpu"]
+    assert said == ["run.cuda_graph: nothing is captured: it needs a GPU, and this run is on cpu"]
     assert eager.loss == declined.loss
 
 
@@ -203,7 +203,6 @@ FORBIDDEN = {
     "tolist": lambda: [*OLD.tolist()],
     "nonzero": OLD.nonzero,
     "host become": lambda: torch.tensor([1.0]),
-    "drawn": lambda: torch.rand(2),
     "manual_seed": lambda: torch.manual_seed(0),
     "get_rng_state": lambda: torch.get_rng_state().sum(),
     "not joined": lambda: side_stream(True, False),
