@@ -27,6 +27,7 @@ COMMANDS = {
     "huggingface": ("training.huggingface", "models of Transformers, stock and with the ops"),
     "layouts": ("parallel.layouts", "area and keys sent of the layouts of context parallelism"),
     "moe": ("training.moe", "a layer of experts beside Transformers' and its products alone"),
+    "muon": ("training.muon", "a step of Muon by owner beside its arithmetic and messages"),
     "overlap": ("parallel.overlap", "how much the overlapped linears hide"),
     "pipeline": ("parallel.pipeline", "idle time and throughput of pipeline schedules"),
     "planner": ("training.planner", "steps of the trainer beside the planner's"),
