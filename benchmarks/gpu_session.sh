@@ -11,7 +11,7 @@
 #   3  machine build tests sanitizer gains attention memory host_time     every op on this GPU; what experimental
 #      features gain; speed
 #
-# Other steps: compile, models, overlap, graphs (steps eager and replayed). Any can be named in STEPS
+# Other steps: compile, models, overlap, graphs (steps eager, replayed, with replayed layers). Any can be named in STEPS
 # instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not
 # keep the next from running; the exit status is then 1.
 #

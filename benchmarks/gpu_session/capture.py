@@ -109,13 +109,14 @@ def losses_of_run(kind: str, cuda_graph: str | bool) -> tuple[list[float], float
     return [step.loss for step in steps], min(step.seconds for step in steps[-STEPS:])
 
 
-def compare_runs(kind: str) -> None:
-    """Raises if losses of the trainer's steps by a graph are not those of eager steps, but for rounding."""
-    eager, graphed = (losses_of_run(kind, cuda_graph) for cuda_graph in (False, "step"))
-    for name, (losses, seconds) in (("eager", eager), ("graph" if kind == "cuda" else "no graph", graphed)):
+def compare_runs(kind: str, *kinds: str) -> None:
+    """Raises if losses of the trainer's steps by graphs are not those of eager steps, but for rounding."""
+    eager, graphed = losses_of_run(kind, False), [losses_of_run(kind, each) for each in kinds]
+    for name, (losses, seconds) in zip(("eager", *kinds), (eager, *graphed), strict=True):
         print(f"trainer, {name:8} {[round(x, 5) for x in losses]}, {1e3 * seconds:.2f} ms a step")
-    if any(abs(x - y) > _ROUNDING * abs(x) for x, y in zip(eager[0], graphed[0], strict=True)):
-        raise ValueError("losses by run.cuda_graph differ")
+    for name, (losses, _) in zip(kinds, graphed, strict=True):
+        if any(abs(x - y) > _ROUNDING * abs(x) for x, y in zip(eager[0], losses, strict=True)):
+            raise ValueError(f'losses by run.cuda_graph = "{name}" differ')
 
 
 def main(dtype: torch.dtype = torch.bfloat16) -> int:
@@ -128,7 +129,7 @@ def main(dtype: torch.dtype = torch.bfloat16) -> int:
     print(f"replayed {[round(x, 5) for x in replayed]}, {1e3 * seconds:.2f} ms a step")
     print("the same bits" if eager == replayed else "THEY DIFFER")
     torch.use_deterministic_algorithms(False)
-    compare_runs("cuda")
+    compare_runs("cuda", "step", "layers")
     return int(eager != replayed)
 
 

@@ -121,8 +121,13 @@ def captured_step(rank: int, size: int, kind: str, store: str) -> None:
 
 
 def captured_training_step(rank: int, size: int, kind: str, store: str) -> None:
-    """Steps of the trainer by ``run.cuda_graph`` have the losses of its eager steps."""
-    capture.compare_runs(kind)
+    """Steps of the trainer by ``run.cuda_graph = "step"`` have the losses of its eager steps."""
+    capture.compare_runs(kind, "step")
+
+
+def captured_layers(rank: int, size: int, kind: str, store: str) -> None:
+    """Steps of the trainer by ``run.cuda_graph = "layers"`` have the losses of its eager steps."""
+    capture.compare_runs(kind, "layers")
 
 
 def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
@@ -169,5 +174,6 @@ PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
     "fp32 weight gradients": weight_gradients,
     "captured step": captured_step,
     "captured training step": captured_training_step,
+    "captured layers": captured_layers,
     "repeated launches": repeated_launches,
 }

@@ -166,6 +166,9 @@ PATHS: tuple[GpuPath, ...] = (
             recorded="H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); changed since"),
     GpuPath("graphs", "the trainer's step in a CUDA graph", '`run.cuda_graph = "step"`', False, "torch (`CUDAGraph`)",
             proofs=("captured training step",), evidence="a stand-in of CUDA's captures and replays, on CPUs"),
+    GpuPath("graphs", "layers in CUDA graphs", '`run.cuda_graph = "layers"`', False, "torch (`CUDAGraph`)",
+            proofs=("captured layers",),
+            evidence="a stand-in of CUDA's captures, replays and memory pools, on CPUs"),
     *(_schedule(name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")),
     _parallel(
         "tensor and sequence parallelism", "`tp`", "tensor parallelism", "all_gather_linear", "column_parallel_linear",
