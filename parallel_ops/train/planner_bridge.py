@@ -21,7 +21,7 @@ from parallel_ops.planner.memory.states import element_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, Estimate, StageMemory
-from parallel_ops.tensor_parallel.loss.linear_cross_entropy import CHUNK_BYTES
+from parallel_ops.tensor_parallel.loss.linear_loss import CHUNK_BYTES
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.planner_model import planner_model

@@ -244,7 +244,7 @@ def test_memory_that_is_not_there():
         bias_gelu(x)
 
 
-@pytest.mark.parametrize("module", ["activations", "norms.layer_norm", "attention.flash_attention", "sum_partials"])
+@pytest.mark.parametrize("module", ["activations", "norms.forward", "attention.flash_attention", "sum_partials"])
 def test_a_torch_for_amd_gpus_is_refused_before_the_first_kernel(monkeypatch, module):
     monkeypatch.setattr(torch.version, "hip", "7.1.2")
     for name in [name for name in sys.modules if name.startswith("parallel_ops.triton_kernels")]:

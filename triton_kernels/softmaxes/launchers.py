@@ -39,8 +39,8 @@ LOOP_WARPS = 8
 CACHED_BLOCK = 16384
 CACHED_WARPS = 32
 
-# Sizes and strides of a mask that is not there.
-NO_MASK = (1, 1, 0, 0, 0, 0)
+# Runs of leading dimensions over which a mask's rows are evenly spaced; [b, 1, sq, sk] over [b, np, sq, sk] has three.
+MAX_RUNS = 3
 
 
 def tile(cols: int, causal: bool) -> dict[str, int]:
@@ -61,19 +61,52 @@ def tile(cols: int, causal: bool) -> dict[str, int]:
     }
 
 
-def launch_forward(
-    scores: Tensor, mask: Tensor | None, mask_layout: tuple[int, ...], sink: Tensor | None, y: Tensor, share: Tensor,
-    scale: float, *, kind: str, causal: bool, window: int | None = None,
-) -> None:  # fmt: skip
-    """Scores as rows, the mask as sizes and strides over them; ``y`` is contiguous.
+def mask_runs(mask: Tensor, scores: Tensor) -> list[tuple[int, int]]:
+    """The leading dimensions of ``scores`` as (size, stride in the mask), stride 0 where broadcast, merged if even."""
+    missing = scores.dim() - mask.dim()
+    runs: list[tuple[int, int]] = []
+    for dim, size in enumerate(scores.shape[:-1]):
+        if size == 1:
+            continue
+        stride = 0 if dim < missing or mask.shape[dim - missing] == 1 else mask.stride(dim - missing)
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = runs[-1][0] * size, stride
+        else:
+            runs.append((size, stride))
+    return runs
 
-    ``sink`` has one element or one for each head, the last dimension but two; ``share`` gets each row's probability of
-    it.
+
+def forward(
+    scores: Tensor, mask: Tensor | None, sink: Tensor | None, y: Tensor, share: Tensor, *, scale: float,
+    causal: bool = False, window: int | None = None,
+) -> None:  # fmt: skip
+    """``y = softmax(scale * scores)`` over the last dimension under ``mask``, zero elsewhere; ``y`` is contiguous.
+
+    Args:
+        causal, window: instead of a mask, each query sees the keys up to its own, at most ``window`` of them.
+        sink: one element or one for each head, the last dimension but two; ``share`` gets each row's probability of it.
     """
+    if scores.numel() == 0:
+        return
+    runs = [] if mask is None else mask_runs(mask, scores)
+    if mask is not None and len(runs) > MAX_RUNS:
+        # Six dimensions or more, broadcast in turns: one launch for each index of the first.
+        whole = mask.dim() < scores.dim() or mask.shape[0] == 1
+        part = mask if mask.dim() < scores.dim() else mask[0]
+        shares = share.view(scores.shape[0], -1) if sink is not None else [share] * scores.shape[0]
+        for i in range(scores.shape[0]):
+            forward(scores[i], part if whole else mask[i], sink, y[i], shares[i], scale=scale)
+        return
+    (_, stride_0), (size_1, stride_1), (size_2, stride_2) = [(1, 0)] * (MAX_RUNS - len(runs)) + runs
+    kind, col_stride = "none", 0
+    if mask is not None:
+        kind = "additive" if mask.is_floating_point() else "bool"
+        col_stride = 0 if mask.dim() == 0 or mask.shape[-1] == 1 else mask.stride(-1)
     scores, rows, cols, stride = as_rows(scores)
     queries, heads, window = _sizes(y, sink, causal, window)
-    args = (scores, mask, sink, y, share, rows, cols, stride, scale, *mask_layout, queries, heads, window)
-    units = {"UNIT": unit_of(cols, stride), "MASK_UNIT": unit_of(*mask_layout[2:5])}
+    layout = (size_1, size_2, stride_0, stride_1, stride_2, col_stride)
+    args = (scores, mask, sink, y, share, rows, cols, stride, scale, *layout, queries, heads, window)
+    units = {"UNIT": unit_of(cols, stride), "MASK_UNIT": unit_of(stride_0, stride_1, stride_2)}
     flags = {**units, "MASK": kind, "CAUSAL": causal, "FAST": y.dtype.itemsize == 2}
     if cols * y.dtype.itemsize > MAX_ROW or (kind != "none" and cols > MAX_WIDE):
         fits = cols * y.dtype.itemsize <= MAX_ROW
@@ -85,9 +118,9 @@ def launch_forward(
     launch(_forward_kernel, grid, *args, **flags, ALIGN=ALIGN, WIDE=cols > MAX_WIDE, **config)
 
 
-def launch_backward(
-    grad: Tensor, y: Tensor, share: Tensor | None, dx: Tensor, sink_grad: Tensor | None, scale: float, *,
-    causal: bool, window: int | None = None,
+def backward(
+    grad: Tensor, y: Tensor, share: Tensor | None, dx: Tensor, sink_grad: Tensor | None, *, scale: float,
+    causal: bool = False, window: int | None = None,
 ) -> None:  # fmt: skip
     """``dx = scale * y * (grad - mean)``, and each row's gradient of its sink; ``dx`` is contiguous."""
     if y.numel() == 0:

@@ -144,7 +144,7 @@ def launch(
     out: _Four, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
     zero_centered: bool,
 ) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels.norms import layer_norm as kernels
+    from parallel_ops.triton_kernels.norms import forward as kernels
 
     kernels.forward(x, weight, bias, residual, *out, eps=eps, zero_centered=zero_centered)
 
@@ -153,7 +153,7 @@ def launch_backward(
     out: _Four, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     mean: Tensor, rstd: Tensor, zero_centered: bool, needs_x: bool = True, needs_parameters: bool = True,
 ) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels.norms import layer_norm as kernels
+    from parallel_ops.triton_kernels.norms import backward as kernels
 
     dx, narrow, dweight, dbias = out
     dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)

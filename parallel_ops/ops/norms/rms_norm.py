@@ -122,21 +122,22 @@ def backward_outputs(
 def launch(
     out: _Three, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
 ) -> None:
-    from parallel_ops.triton_kernels.norms import rms_norm as kernels
+    from parallel_ops.triton_kernels.norms import forward as kernels
 
-    kernels.forward(x, weight, residual, *out, eps=eps, zero_centered=zero_centered)
+    y, total, rstd = out
+    kernels.forward(x, weight, None, residual, y, total, None, rstd, eps=eps, zero_centered=zero_centered)
 
 
 def launch_backward(
     out: _Three, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
     zero_centered: bool, needs_x: bool = True, needs_weight: bool = True,
 ) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels.norms import rms_norm as kernels
+    from parallel_ops.triton_kernels.norms import backward as kernels
 
     dx, narrow, dweight = out
     dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
-    sums = present(dweight, needs_weight and weight is not None)
-    kernels.backward(grad, grad_sum, x, weight, rstd, *dxs, sums, zero_centered=zero_centered)
+    of_weight = present(dweight, needs_weight and weight is not None)
+    kernels.backward(grad, grad_sum, x, weight, None, rstd, *dxs, of_weight, None, zero_centered=zero_centered)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:

@@ -103,17 +103,17 @@ def backward_outputs(
 
 
 def launch(out: tuple[Tensor, Tensor], scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> None:
-    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
-    kernels.forward(scores, sink, *out, scale=scale, window=window)
+    kernels.forward(scores, None, sink, *out, scale=scale, causal=True, window=window)
 
 
 def launch_backward(
     out: tuple[Tensor, Tensor], grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float, window: int | None
 ) -> None:
-    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
-    kernels.backward(grad, y, sink_share, *out, scale=scale, window=window)
+    kernels.backward(grad, y, sink_share, *out, scale=scale, causal=True, window=window)
 
 
 def setup_context(

@@ -145,7 +145,7 @@ def backward_outputs(grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: 
 
 
 def launch(out: tuple[Tensor, Tensor], scores: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float) -> None:
-    from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
     kernels.forward(scores, mask, sink, *out, scale=scale)
 
@@ -153,7 +153,7 @@ def launch(out: tuple[Tensor, Tensor], scores: Tensor, mask: Tensor | None, sink
 def launch_backward(
     out: tuple[Tensor, Tensor], grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float
 ) -> None:
-    from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
     kernels.backward(grad, y, sink_share, *out, scale=scale)
 

@@ -30,8 +30,7 @@ from parallel_ops.tensor_parallel.loss.distributions import (
     row_sums,
     sum_of_shards,
 )
-from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
-from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, gradient_outputs
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, check_linear, gradient_outputs
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
 
 NAME = "vocab_parallel_linear_kl_divergence"

@@ -34,8 +34,7 @@ from parallel_ops.tensor_parallel.loss.distributions import (
     sum_of_shards,
     write_gradient_,
 )
-from parallel_ops.tensor_parallel.loss.linear_cross_entropy import check_linear
-from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, gradient_outputs
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, check_linear, gradient_outputs
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks
 
 NAME = "vocab_parallel_linear_log_probs"

@@ -13,13 +13,14 @@ from support.numerics.suite import DTYPES, randn
 
 
 def launches(dtype, cols):
-    from parallel_ops.triton_kernels.norms import layer_norm as kernels
+    from parallel_ops.triton_kernels.norms.backward import backward
+    from parallel_ops.triton_kernels.norms.forward import forward
 
     x, w, stat = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype), meta(8192, dtype=torch.float32)
     with aot.recorded() as recorded:
         for residual, zero_centered in ((None, True), (x, False)):
-            kernels.forward(x, w, w, residual, x, x, stat, stat, eps=1e-5, zero_centered=zero_centered)
-            kernels.backward(x, residual, x, w, stat, stat, x, None, w, w, zero_centered=zero_centered)
+            forward(x, w, w, residual, x, x, stat, stat, eps=1e-5, zero_centered=zero_centered)
+            backward(x, residual, x, w, stat, stat, x, None, w, w, zero_centered=zero_centered)
     return recorded
 
 

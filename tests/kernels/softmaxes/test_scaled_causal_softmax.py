@@ -16,14 +16,14 @@ ACC = torch.float32
 
 
 def launches(dtype, cols):
-    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
     x, sink, by_row = (meta(*s, dtype=d) for s, d in (((8, 64, cols), dtype), ((8,), ACC), ((512,), ACC)))
     with aot.recorded() as recorded:
-        kernels.forward(x, None, x, by_row, scale=0.125, window=None)
-        kernels.forward(x, sink, x, by_row, scale=0.125, window=None)
-        kernels.backward(x, x, None, x, by_row, scale=0.125, window=None)
-        kernels.backward(x, x, by_row, x, by_row, scale=0.125, window=None)
+        kernels.forward(x, None, None, x, by_row, scale=0.125, causal=True)
+        kernels.forward(x, None, sink, x, by_row, scale=0.125, causal=True)
+        kernels.backward(x, x, None, x, by_row, scale=0.125, causal=True)
+        kernels.backward(x, x, by_row, x, by_row, scale=0.125, causal=True)
     return recorded
 
 
@@ -35,13 +35,13 @@ def test_compiled_code(dtype, cols, capability):
 
 @pytest.mark.aot(smoke=False)
 def test_a_window_of_any_size_compiles_well():
-    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
     x = meta(8, 64, 4096, dtype=torch.bfloat16)
     for window in (1, 127):
         with aot.recorded() as recorded:
-            kernels.forward(x, None, x, x, scale=0.125, window=window)
-            kernels.backward(x, x, None, x, x, scale=0.125, window=window)
+            kernels.forward(x, None, None, x, x, scale=0.125, causal=True, window=window)
+            kernels.backward(x, x, None, x, x, scale=0.125, causal=True, window=window)
         check_compiled(recorded, 4096, 90)
 
 

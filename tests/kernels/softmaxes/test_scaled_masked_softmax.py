@@ -15,7 +15,7 @@ ACC = torch.float32
 
 
 def launches(dtype, cols):
-    from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
     x, sink, by_row = (meta(*s, dtype=d) for s, d in (((2, 4, 64, cols), dtype), ((4,), ACC), ((512,), ACC)))
     masks = None, meta(2, 1, 64, cols, dtype=torch.bool), meta(2, 1, 1, cols, dtype=dtype)
@@ -135,7 +135,7 @@ def test_interpreted_sink(monkeypatch, shape, dtype, limit):
 
 @pytest.mark.aot
 def test_masks_whose_strides_take_64_bits():
-    from parallel_ops.triton_kernels.softmaxes import scaled_masked_softmax as kernels
+    from parallel_ops.triton_kernels.softmaxes import launchers as kernels
 
     x, by_row = meta(1, 1, 5, 16, dtype=torch.bfloat16), meta(5, dtype=ACC)
     mask = torch.empty_strided((1, 1, 5, 16), (1, 1, 2**29, 1), dtype=torch.bool, device="meta")
