@@ -37,7 +37,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel_ops._internal.distributed.compat import suspended_modes
 from parallel_ops._internal.distributed.groups import device_of_call, group_device_types
-from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm.call_messages import FAILED, OK, Gather, message_of, texts_of, who_calls_what
 from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
 
@@ -146,6 +145,12 @@ def check_consistency(
         checked.clear()
     checked.add(key)
     return result
+
+
+def refuse_capture(op: str, device_type: str, what: str) -> None:
+    """RuntimeError if the current stream is being captured in a CUDA graph."""
+    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{op}: {what}")
 
 
 def communicates(body: F) -> F:

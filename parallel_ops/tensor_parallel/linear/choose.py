@@ -59,13 +59,8 @@ class Product:
     transport: str
 
 
-# Choices by group, then by call and device.
+# Choices that were measured, by group, then by call and device.
 _measured: weakref.WeakKeyDictionary[ProcessGroup, dict[Hashable, int]] = weakref.WeakKeyDictionary()
-
-
-def measured(group: ProcessGroup) -> dict[Hashable, int]:
-    """The choices of a group that were measured."""
-    return _measured.setdefault(group, {})
 
 
 def may_measure(device: torch.device) -> bool:
@@ -81,11 +76,11 @@ def choose(product: Product, device: torch.device, group: ProcessGroup, run: Cal
     Args:
         run: runs the matmul in a way; only called for timing, equally often on every rank.
     """
-    known, key = measured(group), (product, device)
+    known, key = _measured.setdefault(group, {}), (product, device)
     if key not in known:
         if not may_measure(device):
             return by_rule(product, rates_of(device, product.dtype, group))
-        known[key] = pick(fastest_of(group, device, CANDIDATES, run))
+        known[key] = pick(_seconds_of(group, device, run))
     return known[key]
 
 
@@ -109,11 +104,9 @@ def by_rule(product: Product, rates: Rates | None) -> int:
     return pick(seconds)
 
 
-def fastest_of(
-    group: ProcessGroup, device: torch.device, ways: Sequence[int], run: Callable[[int], object]
-) -> list[float]:
-    """Seconds of each way: the best of three runs, of the slowest rank."""
-    seconds = torch.tensor([_fastest(run, way, device) for way in ways], device=device)
+def _seconds_of(group: ProcessGroup, device: torch.device, run: Callable[[int], object]) -> list[float]:
+    """Seconds of each of ``CANDIDATES``: the best of three runs, of the slowest rank."""
+    seconds = torch.tensor([_fastest(run, way, device) for way in CANDIDATES], device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     found: list[float] = seconds.tolist()
     return found
@@ -125,10 +118,10 @@ def roughly(n: int) -> int:
     return n >> shift << shift
 
 
-def _fastest(run: Callable[[int], object], way: int, device: torch.device, repeats: int = 3) -> float:
+def _fastest(run: Callable[[int], object], way: int, device: torch.device) -> float:
     run(way)  # warm-up: libraries choose kernels, connections open
     best = math.inf
-    for _ in range(repeats):
+    for _ in range(3):
         _synchronize(device)
         start = time.perf_counter()
         run(way)
