@@ -29,7 +29,7 @@ counted (``placement.py``); where the device alone knows them, nothing counts as
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from parallel_ops.context_parallel.counts import AttentionShape, counts, hops
+from parallel_ops.context_parallel.counts import AttentionShape, Keys, counts, hops
 from parallel_ops.context_parallel.token_ranges import lengths, ulysses_ranks
 
 # Seconds that a step of a ring takes beside its arithmetic: launches, and the merge of its result.
@@ -127,6 +127,8 @@ def sent_by_level(shape: AttentionShape, algorithm: Algorithm) -> list[tuple[Sen
 
 def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[tuple[Sent, Sent]]:
     """The bytes of each rank's all-to-all, by level."""
+    if ulysses_degree == 1:
+        return [(Sent(0.0, 0.0),) * 2] * shape.ranks
     own, m = lengths(shape.cp_layout, shape.length, shape.ranks), shape.ranks_per_node
     queries, keys = (shape.batch * shape.head_dim * n / ulysses_degree for n in (shape.heads, shape.kv_heads))
     heads = shape.batch * shape.heads / ulysses_degree
@@ -144,12 +146,13 @@ def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[tuple[S
 def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[tuple[Sent, Sent]]:
     """The bytes of keys, and of their gradients, that each rank sends, by level."""
     width = 2 * shape.batch * shape.kv_heads / ulysses_degree * shape.head_dim
-    of_union = []
-    for steps in hops(shape, ulysses_degree):
-        between, inside = (
-            _total(keys_sent(*step[level], width, shape.itemsize) for step in steps) for level in range(2)
-        )
-        of_union.append((between, inside))
+
+    def total(level: Iterable[Keys]) -> Sent:
+        leaving, arriving = map(sum, zip(*level, strict=True))
+        return keys_sent(leaving, arriving, width, shape.itemsize)
+
+    steps = (zip(*each, strict=True) for each in hops(shape, ulysses_degree))
+    of_union = [(total(between), total(inside)) for between, inside in steps]
     if shape.cp_layout == "striped":
         return of_union * ulysses_degree
     return [of_union[rank // ulysses_degree] for rank in range(shape.ranks)]
@@ -176,15 +179,14 @@ def seconds(shape: AttentionShape, algorithm: Algorithm, link: Link) -> float:
     if algorithm.all_gather:
         waited = max(link.seconds(*map(sum, levels)) for levels in _keys_sent(shape, u)) + 3 * link.latency
         return total + 3.5 * work * max(areas) + waited
-    width = 2 * shape.batch * shape.kv_heads / u * shape.head_dim
+    key = keys_sent(1, 1, 2 * shape.batch * shape.kv_heads / u * shape.head_dim, shape.itemsize)
     slowest = 0.0
     for area, steps in zip(areas, hops(shape, u), strict=True):
-        arriving = [[keys_sent(keys.arriving, keys.arriving, width, shape.itemsize) for keys in step] for step in steps]
-        arriving = [step for step in arriving if any(map(sum, step))]
+        arriving = [step for between, inside in steps if any(step := (between.arriving, inside.arriving))]
         found = 3.5 * work * area + 2 * len(arriving) * _STEP_SECONDS
-        for direction, share in enumerate((1.0, 2.5)):
+        for size, share in zip(key, (1.0, 2.5), strict=True):
             hidden = 0.0 if shape.documents is True else share * work * area / (len(arriving) + 1)
-            waits = (link.seconds(*(level[direction] for level in step)) + link.latency for step in arriving)
+            waits = (link.seconds(size * between, size * inside) + link.latency for between, inside in arriving)
             found += sum(max(0.0, wait - hidden) for wait in waits)
         slowest = max(slowest, found)
     return total + slowest

@@ -125,6 +125,7 @@ def _shards(shape: AttentionShape, ulysses_degree: int) -> list[tuple[TokenRange
     ]
 
 
+@functools.lru_cache(maxsize=256)
 def _documents(shape: AttentionShape, ulysses_degree: int) -> tuple[Any, str, int]:
     """Ranges of the documents, and layout and number of ranks that share heads and tokens as one."""
     from parallel_ops.context_parallel.placement import ranges_of  # needs NumPy

@@ -121,8 +121,8 @@ def ranks_on_nodes(ranks: Sequence[int], ranks_per_node: int) -> int:
 
 
 def lengths(layout: str, length: int, ranks: int) -> tuple[int, ...]:
-    """The number of tokens on each rank. ``"balanced"`` names all balanced layouts: it does not depend on the mask."""
-    if layout == "balanced":
+    """The number of tokens on each rank, which is the same for all balanced layouts."""
+    if layout_name(layout) == "balanced":
         layout = layout_of(range(ranks))
     return tuple(count_tokens(shard_ranges(layout, length, ranks, rank)) for rank in range(ranks))
 
