@@ -139,7 +139,7 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     size, rank = transport.size, transport.rank
     bounds = shape.cu_seqlens(size, device)
     options = AttentionOptions(cu_seqlens=bounds, softmax_scale=shape.head_dim**-0.5, right=0)
-    layout = layout_for(size * shape.tokens, size, shape.layout, options.ranges(size * shape.tokens))
+    layout = layout_for(size * shape.tokens, size, shape.layout, cu_seqlens=bounds)
     placement = Placement(_OP, layout.length, layout.cp_layout, 1, False)
     call = placement, transport, options
     s = layout.lengths[rank]

@@ -16,30 +16,6 @@ from parallel_ops.ops.attention.cache import on_host, once
 Cut = tuple[int | None, int | None, int]
 
 
-def layout_for(
-    length: int, ranks: int, cp_layout: str, ranges: Tensor | None = None, cuts: tuple[Cut, ...] = ((None, 0, 1),)
-) -> SequenceLayout:
-    """The layout of this name.
-
-    Args:
-        ranges: of all queries, on any device, cut further by each of ``cuts``, for ``"balanced"``; ``None`` for one
-            document.
-    """
-    if ranks == 1 or cp_layout not in ("balanced", "auto"):
-        return SequenceLayout(length, ranks, "zigzag" if cp_layout in ("balanced", "auto") else cp_layout)
-    if ranges is None:
-        return _of_documents((length,), ranks, cp_layout, cuts)
-    from parallel_ops.context_parallel.placement import balanced, cut  # needs numpy
-
-    host, weights = on_host(ranges), [count for *_, count in cuts]
-
-    def placed() -> SequenceLayout:
-        masks = [cut(host.numpy(), left, right) for left, right, _ in cuts]
-        return SequenceLayout(length, ranks, balanced(masks, ranks, weights=weights))
-
-    return once(host, ("layout", ranks, cuts), placed)
-
-
 class Heads(NamedTuple):
     """Number of heads of an attention on a rank and their width, and the rates by which ``"auto"`` counts seconds."""
 
@@ -50,24 +26,36 @@ class Heads(NamedTuple):
     ranks_per_node: int = 1
 
 
-def document_layout(
-    op: str, length: int, ranks: int, cp_layout: str, cu_seqlens: Tensor | None, cuts: tuple[Cut, ...],
-    heads: Heads | None = None,
+def layout_for(
+    length: int, ranks: int, cp_layout: str, cuts: tuple[Cut, ...] = ((None, 0, 1),), *,
+    cu_seqlens: Tensor | None = None, key_ranges: Tensor | None = None, heads: Heads | None = None, op: str = "layout",
 ) -> SequenceLayout:  # fmt: skip
-    """``layout_for`` packed documents; values on a GPU are read once.
+    """The layout of this name. Values on a GPU are read once.
 
     Args:
+        cuts: windows of the layers, for ``"balanced"`` and ``"auto"``.
+        cu_seqlens, key_ranges: documents, or ranges of all queries; one sequence without either.
         heads: with its rates ``"auto"`` is the layout that takes the fewest seconds.
 
     Raises:
         ValueError: ``cu_seqlens`` does not rise from 0 to ``length``.
     """
-    if cu_seqlens is None or ranks == 1 or cp_layout not in ("balanced", "auto"):
-        return layout_for(length, ranks, cp_layout, cuts=cuts)
-    bounds = tuple(on_host(cu_seqlens).tolist())
-    if wrong := documents_error(bounds, length):
-        raise ValueError(f"{op}: {wrong}")
-    return _of_documents(tuple(end - start for start, end in pairwise(bounds)), ranks, cp_layout, cuts, heads)
+    if ranks == 1 or cp_layout not in ("balanced", "auto"):
+        return SequenceLayout(length, ranks, "zigzag" if cp_layout in ("balanced", "auto") else cp_layout)
+    if key_ranges is None:
+        bounds = (0, length) if cu_seqlens is None else tuple(on_host(cu_seqlens).tolist())
+        if wrong := documents_error(bounds, length):
+            raise ValueError(f"{op}: {wrong}")
+        return _of_documents(tuple(end - start for start, end in pairwise(bounds)), ranks, cp_layout, cuts, heads)
+    from parallel_ops.context_parallel.placement import balanced, cut  # needs numpy
+
+    host, weights = on_host(key_ranges), [count for *_, count in cuts]
+
+    def placed() -> SequenceLayout:
+        masks = [cut(host.numpy(), left, right) for left, right, _ in cuts]
+        return SequenceLayout(length, ranks, balanced(masks, ranks, weights=weights))
+
+    return once(host, ("layout", ranks, cuts), placed)
 
 
 def documents_error(bounds: tuple[int, ...], length: int) -> str | None:

@@ -11,7 +11,7 @@ from parallel_ops.comm.consistency import CallSignature, check_consistency, shar
 from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME, ranks_per_node
-from parallel_ops.context_parallel.batch_layout import document_layout, documents_error, layout_for
+from parallel_ops.context_parallel.batch_layout import documents_error, layout_for
 from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.schedule.ulysses import Placement
 from parallel_ops.context_parallel.token_ranges import lengths
@@ -26,9 +26,8 @@ def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
             f'{NAME}: cp_layout="balanced" reads the mask, which compiled code cannot; give a SequenceLayout'
         )
     cuts = ((options.left, options.right, 1),)
-    if options.key_ranges is None:
-        return document_layout(NAME, length, size, "balanced", options.cu_seqlens, cuts).cp_layout
-    return layout_for(length, size, "balanced", options.key_ranges, cuts).cp_layout
+    documents, ranges = options.cu_seqlens, options.key_ranges
+    return layout_for(length, size, "balanced", cuts, cu_seqlens=documents, key_ranges=ranges, op=NAME).cp_layout
 
 
 def check_calls(

@@ -16,7 +16,7 @@ from parallel_ops._internal.distributed.groups import group_device
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
 from parallel_ops.context_parallel.algorithm import AlgorithmName, link_of, ranks_per_node
-from parallel_ops.context_parallel.batch_layout import Heads, document_layout, layout_for
+from parallel_ops.context_parallel.batch_layout import Heads, layout_for
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.layers.core_attention import CoreAttention
@@ -120,7 +120,7 @@ class Context:
         if self.group is not None:
             link = link_of(group_device(self.group), torch.bfloat16, self.group)
             heads = heads._replace(link=link, ranks_per_node=ranks_per_node(self.group))
-        return document_layout(self.layer, s, self.ranks, self.cp_layout, cu_seqlens, self._cuts, heads)
+        return layout_for(s, self.ranks, self.cp_layout, self._cuts, cu_seqlens=cu_seqlens, heads=heads, op=self.layer)
 
     def place(
         self, s: int, *, whole: bool, device: torch.device, cu_seqlens: Tensor | None = None,

@@ -65,7 +65,7 @@ class Case:
             ]
             return SequenceLayout(self.length, size, layout_of(owners))
         o = self.options()
-        return layout_for(self.length, size, self.layout, o.ranges(self.length), ((o.left, o.right, 1),))
+        return layout_for(self.length, size, self.layout, ((o.left, o.right, 1),), key_ranges=o.ranges(self.length))
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
         """q, k, v, sink and the gradient of the output, of the whole sequence."""
