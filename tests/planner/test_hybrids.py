@@ -180,6 +180,8 @@ def test_wrong_kinds_are_refused(fields, message):
     sizes = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "seq_length": 128}
     with pytest.raises(ValueError, match=message):
         Model(name="x", **sizes, **fields)
+    with pytest.raises(TypeError, match="layers must be a list of kinds, got 'full'"):
+        replace(NANO, layers="full")
     with pytest.raises(ValueError, match="heads \\(7\\) must be a multiple of groups \\(2\\)"):
         replace(NANO.recurrent, heads=7, groups=2)
 

@@ -119,6 +119,8 @@ class ModelFields:
             )
 
     def _check_layers(self) -> None:
+        if isinstance(self.layers, str):
+            raise TypeError(f"Model: layers must be a list of kinds, got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers) or (("window",) if self.window else ("full",)))
         for kind in self.layers:
             if kind not in KINDS:
