@@ -100,10 +100,12 @@ class MemoryCheck:
 
 @lru_cache(maxsize=65536)
 def _first_of_kinds(model: Model, cluster: Cluster, layout: StageLayout) -> tuple[int, ...]:
-    """The first stage of each kind: later ones with the same layers, ends and GPU hold no more micro-batches."""
+    """The stage of each kind, with the same layers, ends and GPU, that holds the most micro-batches: the first, of
+    V-shaped schedules the last."""
     counts, gpus, head = layer_counts(model, layout), cluster.stage_gpus(layout.pp), head_rank(layout)
     kinds: dict[object, int] = {}
-    for stage in deepest_stages(layout):
+    stages = deepest_stages(layout)
+    for stage in reversed(stages) if layout.v_shaped else stages:
         kinds.setdefault((counts[stage], stage == 0, stage == head, gpus[stage].memory), stage)
     return tuple(kinds.values())
 

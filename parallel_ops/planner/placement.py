@@ -97,8 +97,9 @@ def in_flight(plan: Plan, stage: int) -> float:
         GPipe           m
         1F1B            p - i                                                  arXiv:2104.04473, section 2.2
         interleaved     (2 (p - 1 - i) + (v - 1) p + 1) / v                    arXiv:2205.05198, section 4.2.2
-        ZB-H1, ZB-V     p                                                      arXiv:2401.10241, sections 2.3 and 6
+        ZB-H1           p                                                      arXiv:2401.10241, section 2.3
         ZB-2p           2 p
+        ZB-V            p, at most (m + 1 + i) / 2                             arXiv:2401.10241, section 6
         DualPipe-V      p + 1/2                                                github.com/deepseek-ai/DualPipe
 
     with p stages, v chunks each and m micro-batches, for stage i counted from 0; never more than m.
@@ -110,7 +111,9 @@ def in_flight(plan: Plan, stage: int) -> float:
         return min(float(m), (2 * (p - 1 - stage) + (v - 1) * p + 1) / v)
     if plan.schedule == "1f1b":
         return min(float(m), p - stage)
-    return min(float(m), {"gpipe": m, "zb-h1": p, "zb-2p": 2 * p, "zb-v": p, "dualpipe-v": p + 0.5}[plan.schedule])
+    if plan.schedule == "zb-v":
+        return min(float(m), p, (m + 1 + stage) / 2)  # filled by 2 p micro-batches; fewer come back before
+    return min(float(m), {"gpipe": m, "zb-h1": p, "zb-2p": 2 * p, "dualpipe-v": p + 0.5}[plan.schedule])
 
 
 def group_stride(plan: Plan, group: str) -> int:

@@ -177,11 +177,24 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(kind, pp, m):
     plan = Plan(pp=pp, schedule=kind, virtual_stages=v, global_batch=m)
     simulated = simulate(actions(kind, pp, m, v)).peak_activations
     planned = [in_flight(plan, stage) for stage in range(pp)]
-    if kind in ("gpipe", "1f1b", "interleaved"):
+    if kind in ("gpipe", "1f1b", "interleaved", "zb-v"):
         assert planned == pytest.approx(simulated)
     else:  # of these the formula gives the most that any rank holds
         assert max(simulated) <= max(planned) + 1e-9
         assert max(planned) <= max(simulated) + 1
+
+
+@pytest.mark.parametrize("pp", [2, 3, 8])
+def test_zb_v_holds_fewer_micro_batches_where_a_step_has_few(pp):
+    for m in range(1, 2 * pp + 3):
+        plan = Plan(pp=pp, schedule="zb-v", virtual_stages=2, global_batch=m)
+        held = [in_flight(plan, stage) for stage in range(pp)]
+        assert held == pytest.approx(simulate(actions("zb-v", pp, m, 2)).peak_activations)
+        stages = memory(LLAMA, plan)
+        assert max(stages[stage].total for stage in deepest_stages(stage_layout(plan))) == max(s.total for s in stages)
+        cluster = replace(presets.cluster(f"a100-80x{pp}"), gpu=replace(presets.gpu("a100-80"), memory=1.0))
+        worst = max(stage.total for stage in stages)
+        assert quick_memory_problem(LLAMA, cluster, plan).excess == pytest.approx(worst - 1.0, rel=1e-9)
 
 
 PLANS = st.builds(

@@ -25,6 +25,7 @@ def timelines(model, cluster, plan):
         {"schedule": "zb-h1", "fused_loss": False},
         {"schedule": "zb-2p"},
         {"schedule": "zb-v", **V, "fused_loss": False},
+        {"schedule": "zb-v", **V, "micro_batch": 2},
         {"schedule": "dualpipe-v", **V},
         {"offload": "activations", "fused_loss": False},
         {"offload": "optimizer", "zero": 1},
@@ -62,13 +63,6 @@ def test_activations_follow_the_passes():
     assert last.times[-1] == steps.step_time and last.parts["activations"][-1] == 0 == held[0]
     backward = [index for index, size in enumerate(last.parts["working"]) if size]
     assert backward and not any(last.parts["logits"][index] for index in backward)
-
-
-def test_a_short_schedule_may_hold_less():
-    plan = Plan(dp=2, pp=4, schedule="zb-v", virtual_stages=2, micro_batch=2, global_batch=16)
-    found = estimate(MODEL, CLUSTER, plan)
-    lines = timelines(MODEL, CLUSTER, plan)[1]
-    assert max(lines[0].totals) < found.memory[0].total and len(lines) == 4
 
 
 def test_a_rank_that_is_not_there():

@@ -272,7 +272,8 @@ class PlanMemory:
 
 
 def deepest_stages(layout: StageLayout) -> tuple[int, ...]:
-    """Stages that include the one with the most memory: the ends, and the first ones with an extra layer or experts."""
-    if layout.fixed:
+    """Stages that include the one with the most memory: the ends, and the first ones with an extra layer or experts; in
+    V-shaped schedules the last of these."""
+    if layout.fixed or layout.v_shaped:
         return tuple(range(layout.pp))
     return tuple(sorted({*range(min(4, layout.pp)), layout.pp - 1}))
