@@ -21,7 +21,8 @@ _NAMES = (
 # A board's name with its memory or form factor, where the preset has none.
 _BOARDS = (
     (r"^nvidia[-_ ]", ""),
-    (r"[-_ ](sxm\d?|nvl72|hgx|dgx)$", ""),
+    (r"^(dgx|hgx)[-_ ]", ""),
+    (r"[-_ ](sxm\d?|nvl72|hgx|dgx|hbm\d?e?)(?=$|[-_ ])", ""),
     (r"^(h100|h800)[-_ ]?80(gb?)?$", r"\1"),
     (r"^(h200)[-_ ]?141(gb?)?$", r"\1"),
     (r"^(a100|v100)[-_ ]?(16|40|80)(gb?)?$", r"\1-\2"),
@@ -32,7 +33,7 @@ _BOARDS = (
 
 def model_name(text: str) -> str:
     """The preset's name for a repository's: ``meta-llama/Llama-3.1-8B-Instruct`` is ``llama3-8b``."""
-    name = text.strip().lower().rpartition("/")[2]
+    name = text.strip().lower().rpartition("/")[2].replace(" ", "-")
     while (short := _VARIANT.sub("", name)) != name:
         name = short
     for pattern, replacement in _NAMES:
@@ -41,11 +42,14 @@ def model_name(text: str) -> str:
 
 
 def cluster_name(text: str) -> str:
-    """The preset's name for ``8xH100``, ``64 x a100-80gb`` or ``H100-SXM5``: ``h100x8``, ``a100-80x64``, ``h100``."""
+    """The preset's name for ``8xH100``, ``2x8xH100``, ``64 x a100-80gb`` or ``NVIDIA H100 80GB HBM3``: ``h100x8``,
+    ``h100x16``, ``a100-80x64``, ``h100``."""
     return "+".join(_one(part.strip()) for part in text.lower().split("+"))
 
 
 def _one(name: str) -> str:
+    if nodes := re.fullmatch(r"(\d+)\s*[x*]\s*(\d+)\s*[x*]\s*(\D.*)", name):
+        return f"{_board(nodes[3])}x{int(nodes[1]) * int(nodes[2])}"
     if counted := re.fullmatch(r"(\d+)(?:\s*[x*]\s*|\s+)(.+)", name):
         return f"{_board(counted[2])}x{counted[1]}"
     if counted := re.fullmatch(r"(.+?)\s*[x*]\s*(\d+)", name):

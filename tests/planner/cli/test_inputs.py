@@ -38,6 +38,8 @@ def test_names_of_repositories_are_those_of_presets(pasted, preset):
     [
         ("8xH100", "h100x8"), ("64 x A100-80GB", "a100-80x64"), ("8 H200", "h200x8"), ("h100x16", "h100x16"),
         ("H100-SXM5", "h100"), ("NVIDIA B200 x 8", "b200x8"), ("8x4090", "rtx4090x8"), ("2x RTX 3090", "rtx3090x2"),
+        ("8 x NVIDIA H100 80GB HBM3", "h100x8"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("2x8xH100", "h100x16"),
+        ("dgx-h100", "h100"), ("NVIDIA GB200 NVL72", "gb200"),
         ("32xA100-80+32xH100", "a100-80x32+h100x32"), ("64xGB200-NVL72", "gb200x64"),
     ],
 )  # fmt: skip
