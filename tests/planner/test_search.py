@@ -11,11 +11,13 @@ import pytest
 from parallel_ops.planner import Plan, SearchOptions, efficiency, estimate, memory, presets, search, smallest_cluster
 from parallel_ops.planner.compute.efficiency import CONSTANTS
 from parallel_ops.planner.export import systems
-from parallel_ops.planner.feasibility import problem
+from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.search import candidates
-from parallel_ops.planner.search.result import family, features
+from parallel_ops.planner.search.losses import loss
+from parallel_ops.planner.search.result import division, features, twins
 from parallel_ops.planner.step import step_seconds
+from parallel_ops.planner.validation.recipes import published_recipe
 
 search_module = importlib.import_module("parallel_ops.planner.search.search")
 GPT3 = presets.model("gpt3-175b")
@@ -60,10 +62,10 @@ def test_a_search_does_no_work_twice(monkeypatch):
     assert 0 < calls["balanced_chunks"] <= len(even | memory_only) / 2
     # Once for each plan, and once more for its uneven stages.
     assert len(even) < calls["MemoryCheck"] <= 2 * len(even | memory_only)
-    twins = sum(plan.pp > 1 and plan.zero == 2 for plan in plans)
+    repeated = sum(plan.pp > 1 and plan.zero == 2 for plan in plans)
     misses = min(2000, sum(r.kind == "memory" for r in found.rejected))
-    assert twins > 500
-    assert calls["step_seconds"] <= len(plans) - twins / 2 + misses
+    assert repeated > 500
+    assert calls["step_seconds"] <= len(plans) - repeated / 2 + misses
 
 
 def test_zero_1_and_2_in_a_pipeline_take_the_same_time():
@@ -278,13 +280,46 @@ def test_near_misses_say_what_they_lack():
     assert not much.misses
 
 
-def test_near_twins_are_shown_once():
+def test_each_division_of_the_ranks_is_shown_once():
     model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
     found = search(model, cluster, batch=512, options=replace(FEW, zero=(1, 2), tp=(2, 4), micro_batches=(1, 2, 4)))
-    assert len({family(plan) for plan, _ in found.ranking}) < len(found.ranking)
-    assert len({family(one.plan) for one in found.plans}) == len(found.plans) == 20
+    roomy = [each for each in found.plans if not each.tight]
+    assert len({division(plan) for plan, _ in found.ranking}) < len(found.ranking)
+    assert len({division(each.plan) for each in roomy}) == len(roomy) > 5
+    assert len({twins(each.plan) for each in roomy}) == len(roomy)
+    # Each row is the fastest that has room of its division, but for the first, which may be simpler.
+    for each in roomy[1:]:
+        faster = [plan for plan, time in found.ranking if time < 0.97 * each.step]
+        others = [plan for plan in faster if division(plan) == division(each.plan)]
+        public = [plan for plan in others if set(systems(model, cluster, plan)) - {"parallel_ops"}]
+        assert all(estimate(model, cluster, plan).tight for plan in public[:20])
     one = Plan(dp=2, cp=2, zero=1, micro_batch=1, global_batch=8)
-    assert family(one) == family(replace(one, dp=1, cp=4, micro_batch=2, zero=2)) != family(replace(one, zero=3))
+    assert twins(one) == twins(replace(one, dp=1, cp=4, micro_batch=2, zero=2)) != twins(replace(one, micro_batch=2))
+    assert division(one) == division(replace(one, zero=3, micro_batch=2)) != division(replace(one, dp=1, cp=4))
+
+
+def test_losses_add_up_to_the_difference(large):
+    result = large[0]
+    first = result.best
+    for other in result.plans[1:6]:
+        found = loss(first, other)
+        assert sum(found.parts.values()) == pytest.approx(other.step - first.step, abs=1e-9 * first.step)
+        if found.excess:
+            lighter = replace(other.plan, recompute=found.recompute, offload=found.offload)
+            assert quick_memory_problem(GPT3, A100, lighter).excess == found.excess
+        else:
+            assert (other.plan.recompute, other.plan.offload) == ("none", "none")
+
+
+def test_the_nearest_published_run_divides_the_cluster():
+    model = presets.model("llama3-405b")
+    run = published_recipe(model, presets.cluster("h100x16384"))
+    assert run.run.startswith("llama 3, 405B on 16384 H100") and run[1:] == (8, 16, 1, 1)
+    experts = presets.model("qwen3-30b-a3b")
+    assert published_recipe(experts, presets.cluster("h100x16")).ep == 16
+    assert published_recipe(experts, presets.cluster("h100x8")).ep == 8
+    assert published_recipe(replace(model, seq_length=2**20), presets.cluster("h100x64")) is None
+    assert published_recipe(replace(model, name="mine"), presets.cluster("h100x64")) is None
 
 
 def test_a_target_without_what_is_asked_for():

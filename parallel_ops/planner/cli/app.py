@@ -1,18 +1,16 @@
 """The commands of ``parallel-ops``."""
 
-import os
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from parallel_ops._internal.command_line import fail, require, run, waiting
+from parallel_ops._internal.command_line import fail, run, waiting
 from parallel_ops.planner import presets
-from parallel_ops.planner.cli import error_tables, inputs, json_data, tables
+from parallel_ops.planner.cli import comparison, error_tables, inputs, json_data, tables
 from parallel_ops.planner.cli.options import (
     Batch,
     ClusterName,
@@ -31,25 +29,20 @@ from parallel_ops.planner.cli.options import (
     SoftwareName,
     System,
     WrittenFor,
-    completed,
 )
+from parallel_ops.planner.cli.schedule import schedule_command
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.documents import describe
 from parallel_ops.planner.compute.software import CURRENT, era, eras
 from parallel_ops.planner.estimate import estimate as estimate_plan
-from parallel_ops.planner.estimate import simulation as simulate_plan
 from parallel_ops.planner.export import TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
 from parallel_ops.planner.export.launcher import script
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem
-from parallel_ops.planner.memory.timeline import memory_timeline
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.pictures import drawing
-from parallel_ops.planner.pictures.memory_picture import caption
 from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Estimate
-from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 from parallel_ops.planner.search.options import SearchOptions
 from parallel_ops.planner.search.result import SearchResult
 from parallel_ops.planner.search.search import search
@@ -78,11 +71,6 @@ def main() -> None:
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as one line on stderr."""
     print(f"warning: {message}", file=sys.stderr)
-
-
-def _console() -> Console:
-    """A console; 120 columns wide if stdout is not a terminal and COLUMNS is not set."""
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
 
 
 @app.command("plan")
@@ -118,17 +106,17 @@ def plan_command(
     if _write(best, system, output, launcher):
         return
     if json:
-        _print_json({"schema": SCHEMA, **json_data.search_data(result, shown)})
+        json_data.show_result(json_data.search_data(result, shown))
         return
-    console = _console()
+    console = tables.console()
     console.print(tables.heading(best), highlight=False)
     console.print()
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
-    console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
+    console.print(f"\n{best.error_band.sentence()} {comparison.tied(result, ties)}".rstrip(), highlight=False)
     if text := describe(shape, best.plan.cp, best.plan.dp):
         console.print(f"\n{text}", highlight=False)
-    for line in (*tables.beside(result), tables.whose_times(shown)):
+    for line in (*comparison.beside(result), tables.whose_times(shown)):
         console.print(f"\n{line}", highlight=False)
     if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
         console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
@@ -136,7 +124,7 @@ def plan_command(
     console.print()
     console.print(tables.gains(result))
     console.print()
-    if result.misses:
+    if result.misses or comparison.close(result):
         console.print(tables.misses(result))
         console.print()
     console.print(tables.rejections(result))
@@ -189,9 +177,9 @@ def estimate_command(
     whole = expected(found, inputs.run(run, shape.seq_length), inputs.prices(prices)) if run else None
     if json:
         more = {"run": whole._asdict()} if whole else {}
-        _print_json({"schema": SCHEMA, **json_data.estimate_data(found), **more})
+        json_data.show_result({**json_data.estimate_data(found), **more})
         sys.exit(0 if problem is None else NO)
-    console = _console()
+    console = tables.console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
     if text := describe(shape, found.plan.cp, found.plan.dp):
         console.print(f"{text}\n", highlight=False)
@@ -219,74 +207,10 @@ def presets_command(json: Json = False) -> None:
     Example: parallel-ops presets --json
     """
     found = {"models": presets.models(), "clusters": presets.clusters(), "gpus": presets.gpus(), "software": eras()}
-    _print_json(found) if json else _console().print(tables.names(found))
+    json_data.show(found) if json else tables.console().print(tables.names(found))
 
 
-@app.command("schedule")
-def schedule_command(
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default=False)] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step.", show_default=False)] = None,
-    kind: Annotated[str, typer.Option(help=", ".join(KINDS), autocompletion=completed(lambda: KINDS))] = "1f1b",
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages a rank.", show_default="the schedule's")] = None,
-    times: Annotated[str, typer.Option(help="Times of F, I and W of one stage.")] = "1,1,1",
-    link: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
-    input_grad_first: Annotated[
-        bool, typer.Option("--input-grad-first", help="A whole backward pass sends its gradient before W.")
-    ] = False,
-    memory_limit: Annotated[float | None, typer.Option(help="Micro-batches that a rank may hold, for zb-2p.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Save a picture, .svg or .png.")] = None,
-    json: Json = False,
-    model: Annotated[str | None, typer.Option(help="Draw the plan of a model, as `estimate` takes them.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="Cluster of --model.")] = None,
-    batch: Annotated[str | None, typer.Option(help="Batch of --model.")] = None,
-    seq: Sequence = None,
-    plan: Annotated[str | None, typer.Option(help="Plan of --model.")] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Rank of --plan whose memory is drawn.", show_default="the one with the most")
-    ] = None,
-) -> None:
-    """Simulates a pipeline schedule and draws it; that of a plan with the memory of a rank over the step.
-
-    Example: parallel-ops schedule --pp 4 --micro-batches 8 --kind zb-v --output schedule.svg
-    """
-    memory = None
-    if model and cluster and batch and plan:
-        if virtual_stages or memory_limit or (pp, micro_batches, kind, times, link, input_grad_first) != _NO_PIPELINE:
-            raise ValueError(
-                "schedule: --plan has the sizes, schedule and times of its pipeline; leave those options out"
-            )
-        shape, machine = inputs.model(model, seq), inputs.cluster(cluster, None)
-        found = estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
-        simulated, kind = simulate_plan(shape, machine, found.plan), found.plan.schedule
-        most = found.peak_memory.stage
-        memory = memory_timeline(shape, machine, found.plan, simulated, most if rank is None else rank)
-    elif pp is None or micro_batches is None or model or cluster or batch or seq or plan or rank is not None:
-        raise ValueError("schedule takes --pp and --micro-batches, or --model, --cluster, --batch and --plan")
-    else:
-        durations = replace(_times(times, link), input_grad_first=input_grad_first)
-        stages = virtual_stages or (2 if kind == "interleaved" else 1)
-        options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
-        if kind == "zb-2p":
-            options["times"] = durations
-        simulated = simulate(actions(kind, pp, micro_batches, stages, **options), durations)
-    summary = drawing.summary(kind, simulated)
-    if output is not None:
-        require("matplotlib")
-        drawing.save(simulated, output, summary, memory)
-    if json:
-        more = {"memory": json_data.timeline_data(memory)} if memory else {}
-        _print_json({"schema": SCHEMA, "kind": kind, **json_data.simulation_data(simulated), **more})
-        return
-    console = _console()
-    console.print(drawing.text(simulated, console.width))
-    console.print(summary, highlight=False)
-    if memory:
-        console.print(drawing.memory_text(simulated, memory, console.width))
-        console.print(caption(memory), highlight=False)
-
-
-# Options of `schedule` that --plan takes the place of, as they are if not given.
-_NO_PIPELINE = (None, None, "1f1b", "1,1,1", 0.0, False)
+app.command("schedule")(schedule_command)
 
 
 @app.command("validate")
@@ -308,16 +232,16 @@ def validate_command(
         if not found:
             raise ValueError(f"--runs: {runs} has no runs in it")
         if json:
-            _print_json(json_data.own_runs_data(found))
+            json_data.show(json_data.own_runs_data(found))
         else:
-            _console().print(error_tables.own_runs(found))
+            tables.console().print(error_tables.own_runs(found))
         return
     with waiting(lambda: "comparing with published runs"):
         report = validate()
     if json:
-        _print_json({"schema": SCHEMA, **json_data.report_data(report)})
+        json_data.show_result(json_data.report_data(report))
     else:
-        console = _console()
+        console = tables.console()
         parts = (
             error_tables.summaries(report),
             error_tables.left_out(report),
@@ -369,15 +293,3 @@ def _search(
 
 # Version of what --json prints; it rises when a key goes or changes its meaning.
 SCHEMA = 1
-
-
-def _times(text: str, link: float) -> Times:
-    try:
-        forward, input_grad, weight_grad = map(float, text.split(","))
-    except ValueError:
-        raise ValueError(f"--times must be three numbers, F,I,W, got {text!r}") from None
-    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)
-
-
-def _print_json(data: Any) -> None:
-    print(json_data.as_json(data))

@@ -13,6 +13,7 @@ from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.memory.timeline import Timeline
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.search.losses import loss
 from parallel_ops.planner.search.result import SearchResult
 from parallel_ops.planner.validation import Report
 from parallel_ops.planner.validation.measurement import Measurement
@@ -40,11 +41,17 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
 
 def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, Any]:
     """A search as plain data."""
+
+    def beside(found: Estimate | None) -> dict[str, Any] | None:
+        return {**estimate_data(found), "loss": loss(result.best, found)._asdict()} if found else None
+
     return {
-        "plans": [estimate_data(found) for found in shown],
+        "plans": [beside(found) for found in shown],
         "ties": result.ties,
         "simplest": dataclasses.asdict(result.simplest.plan),
-        **{name: found and estimate_data(found) for name, found in (("own", result.own), ("plain", result.plain))},
+        "own": beside(result.own),
+        "plain": beside(result.plain),
+        "published": result.recipe and {**result.recipe._asdict(), "fastest": beside(result.published)},
         "misses": [
             {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
             for miss in result.misses
@@ -112,9 +119,18 @@ def own_runs_data(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def as_json(data: Any) -> str:
-    """JSON in which numbers that are not finite are null."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False)
+# Version of what --json prints; it rises when a key goes or changes its meaning.
+SCHEMA = 1
+
+
+def show(data: Any) -> None:
+    """Prints JSON in which numbers that are not finite are null."""
+    print(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def show_result(data: dict[str, Any]) -> None:
+    """``show`` with the version of the keys."""
+    show({"schema": SCHEMA, **data})
 
 
 def _finite(data: Any) -> Any:

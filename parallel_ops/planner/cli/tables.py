@@ -1,11 +1,15 @@
 """Tables of plans and estimates."""
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel_ops.planner.cli.comparison import MATTERS, close, least, why
 from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.export.trainer import TRAINER
@@ -17,12 +21,14 @@ from parallel_ops.planner.training_run import Expected
 NOTATION = (
     "dp, tp, pp, cp, ep: data, tensor, pipeline, context and expert parallelism, 1 where not named; zero: ZeRO stage; "
     "sp: sequence parallelism; b2 x 64: 64 micro-batches of 2 sequences; fp8: linears of layers, MFU of that peak; "
-    "in italics: rules of thumb that a plan breaks."
+    "in italics: the time that a plan takes beside the first by cause, the memory that less recomputation or offload "
+    "lacks, and rules of thumb that the plan breaks."
 )
 
 
-# Constants that change neither the choice nor the step time by this share are left out.
-MATTERS = 0.005
+def console() -> Console:
+    """A console; 120 columns wide if stdout is not a terminal and COLUMNS is not set."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
 
 
 def heading(estimate: Estimate) -> str:
@@ -54,31 +60,9 @@ def new_table(title: str = "") -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
 
 
-def tied(result: SearchResult, ties: int) -> str:
-    """A sentence about ties; empty if there are none."""
-    if ties < 2:
-        return ""
-    simplest = result.simplest.plan.describe()
-    return f"The {ties} plans marked = are ties within this error: time them, or take the simplest, {simplest}."
-
-
-def beside(result: SearchResult) -> list[str]:
-    """Sentences about ``SearchResult.own`` and ``plain``."""
-    best, lines = result.best.step, []
-    if result.own:
-        less = 1 - result.own.step / best
-        lines.append(
-            f"parallel-ops train alone runs {result.own.plan.describe()}: {less:.1%} less time than the first."
-        )
-    if result.plain:
-        more, limit = result.plain.step / best - 1, ", and only just fits" if result.plain.tight else ""
-        compared = f"{abs(more):.1%} {'more' if more >= 0 else 'less'} time than the first"
-        lines.append(f"Data parallelism alone, {result.plain.plan.describe()}, takes {compared}{limit}.")
-    return lines
-
-
 def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
-    """Ranked plans, the first ``ties`` marked as equal, each with the rules of thumb that it breaks."""
+    """Ranked plans, the first ``ties`` marked as equal, each with the causes of its time beside the first (``why``) and
+    the rules of thumb that it breaks."""
     out = new_table()
     out.add_column("#", justify="right")
     out.add_column("plan", ratio=1)
@@ -88,7 +72,8 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
     out.add_column("runs in")
     for number, estimate in enumerate(estimates, 1):
         plan = Text(estimate.plan.describe())
-        for _, reason in estimate.broken_rules:
+        causes = why(estimates[0], estimate) if number > 1 else ""
+        for reason in (*([causes] if causes else []), *(reason for _, reason in estimate.broken_rules)):
             plan.append(f"\n{reason}", "dim italic")
         out.add_row(
             f"{number}{'=' if number <= ties > 1 else ' '}",
@@ -106,13 +91,15 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
 
 
 def misses(result: SearchResult, count: int = 3) -> Table:
-    """The near misses, see ``SearchResult.misses``."""
-    out = new_table("Faster plans that need slightly more memory")
+    """Faster plans that only just fit, and the near misses, see ``SearchResult.misses``."""
+    out = new_table("Faster plans that only just fit, or need slightly more memory")
     out.add_column("plan", ratio=1)
     for name in ("step", "too much"):
         out.add_column(name, justify="right", no_wrap=True)
+    for found in close(result)[:count]:
+        out.add_row(found.plan.describe(), seconds(found.step), "fits by estimate")
     for miss in result.misses[:count]:
-        out.add_row(miss.plan.describe(), seconds(miss.seconds), f"{miss.excess / GIB:.1f} GiB")
+        out.add_row(miss.plan.describe(), seconds(miss.seconds), f"{least(miss.excess / GIB, 1)} GiB")
     return out
 
 
@@ -135,7 +122,7 @@ def gains(result: SearchResult) -> Table:
     out.add_column("plan", ratio=1)
     for gain in result.gains:
         label, unit, size, digits = RESOURCES[gain.resource]
-        more, plan = f"+{gain.more / size:,.{digits}f} {unit}".rstrip(), gain.plan.describe()
+        more, plan = f"+{least(gain.more / size, digits)} {unit}".rstrip(), gain.plan.describe()
         change = f"{gain.seconds / result.best.step - 1:+.1%}"
         out.add_row(label, more, seconds(gain.seconds), change, "the first" if gain.plan == result.best.plan else plan)
     return out

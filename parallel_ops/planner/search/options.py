@@ -26,7 +26,8 @@ class SearchOptions:
         dp_replicate: replicas of ZeRO's shards to try; empty for one and, with ZeRO-3 over several nodes, one per node.
         micro_batches: sizes of a micro-batch, in sequences.
         virtual_stages: chunks per rank of interleaved 1F1B.
-        context_tokens: least tokens of a sequence per context-parallel rank.
+        context_tokens: least tokens of a sequence per context-parallel rank; that of published recipes (Llama 3 405B of
+            8,192 tokens on two) by default.
         dtype, grad_dtype, moment_dtype, cuda_graph, dispatcher: values to try; empty for that of ``base``.
         zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``. The first combination of
             ``recompute`` and ``offload`` that fits is taken, so cheaper ones come first.
@@ -44,7 +45,7 @@ class SearchOptions:
     ep: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     virtual_stages: tuple[int, ...] = (2, 4)
-    context_tokens: int = 2048
+    context_tokens: int = 4096
     dtype: tuple[str, ...] = ()
     grad_dtype: tuple[str, ...] = ()
     moment_dtype: tuple[str, ...] = ()

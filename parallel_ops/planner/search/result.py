@@ -10,6 +10,7 @@ from parallel_ops.planner.feasibility import Problem, excess
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.results import Estimate
+from parallel_ops.planner.validation.recipes import Recipe
 
 
 class Rejection(NamedTuple):
@@ -133,13 +134,18 @@ class Gain(NamedTuple):
     seconds: float
 
 
-def family(plan: Plan) -> tuple[object, ...]:
-    """A key that near-twins share: plans that differ only in ZeRO 1 or 2 (or, with one rank to shard over, in any ZeRO
-    stage), or in how the tokens of a rank are split (micro-batches of two sequences on two context-parallel ranks, or
-    of one on each of two data-parallel ranks)."""
-    same = {"dp": plan.dp * plan.cp, "cp": 1, "cp_kind": "", "micro_batch": plan.micro_batch / plan.cp}
-    zero = 0 if plan.dp * plan.cp == 1 else plan.zero - (plan.zero == 2)
-    return tuple({**vars(plan), **same, "zero": zero}.values())
+def division(plan: Plan) -> tuple[object, ...]:
+    """A key that plans share which divide the ranks alike and compute in the same dtypes. Variants of a division differ
+    in ZeRO, schedule, micro-batch, recomputation and offload."""
+    sizes = plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, plan.expert_shards
+    return (*sizes, plan.dtype, plan.grad_dtype, plan.moment_dtype, plan.cuda_graph)
+
+
+def twins(plan: Plan) -> tuple[object, ...]:
+    """A key that plans share which differ only in ZeRO, or in how the tokens of a rank are split: micro-batches of two
+    sequences on two context-parallel ranks, or of one on each of two data-parallel ranks."""
+    same = {"dp": plan.dp * plan.cp, "cp": 1, "cp_kind": "", "micro_batch": plan.micro_batch / plan.cp, "zero": 0}
+    return tuple({**vars(plan), **same}.values())
 
 
 def features(plan: Plan) -> int:
@@ -180,14 +186,17 @@ class SearchResult:
 
     Attributes:
         model, cluster: the arguments of ``search``.
-        plans: estimates of the fastest plans that a known system can run, one per ``family``. First is the simplest of
-            those within 2 % of the fastest. Plans that only just fit (``Estimate.tight``) come after the others.
+        plans: estimates of the fastest plan of each ``division`` that a known system can run. First is the simplest of
+            those within 2 % of the fastest. Variants that only just fit (``Estimate.tight``) but are faster come after
+            the others.
         rejected: the plans that cannot run.
         sensitivity: dependence of the choice on each constant.
         ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
         misses: rejected plans that are faster than the best and need little more memory, the least excess first.
         own: the fastest plan that ``parallel-ops train`` alone runs, if it is faster than the first; else ``None``.
         plain: the fastest plan of data parallelism and ZeRO alone, if one fits and the first divides the model.
+        recipe: the published run of this model that is nearest, if there is one.
+        published: the fastest plan that divides the model as ``recipe`` does; ``None`` if none fits.
         gains: the step with more of one resource, the one that shortens it most first: the binding constraint. More
             GPUs come last.
         smallest: if no plan runs, the fewest GPUs of this kind that suffice; 0 if none do, or if a plan runs.
@@ -203,6 +212,8 @@ class SearchResult:
     gains: tuple[Gain, ...] = ()
     own: Estimate | None = None
     plain: Estimate | None = None
+    recipe: Recipe | None = None
+    published: Estimate | None = None
     smallest: int = 0
 
     @property

@@ -17,23 +17,27 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from parallel_ops.planner.checks import check_counts
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.software import CURRENT, constants_of
+from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export import TARGETS, find_target, systems
 from parallel_ops.planner.export.trainer import TRAINER
+from parallel_ops.planner.feasibility import MemoryCheck
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.search.candidates import Candidates
 from parallel_ops.planner.search.options import SearchOptions, default_options, dispatched, within_target
-from parallel_ops.planner.search.result import NearMiss, Rejections, SearchResult, family, features
+from parallel_ops.planner.search.result import NearMiss, Rejections, SearchResult, division, features, twins
 from parallel_ops.planner.search.sensitivity import gains, sensitivity
 from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import StepTime, step_seconds
+from parallel_ops.planner.validation.recipes import Recipe, published_recipe
 
 # A near miss exceeds a GPU's memory by at most a share NEAR and is faster than the best plan by at least FASTER.
 NEAR, FASTER = 0.1, 0.01
@@ -43,8 +47,8 @@ NEARLY = 0.02
 MOST_COMPARED = 60
 # Plans that are estimated in search of a simpler one.
 MOST_SIMPLER = 12
-# Plans among which one with room for an error of the memory is looked for.
-MOST_TIGHT = 300
+# Plans among which the fastest of each division is looked for, with room for an error of the memory.
+MOST_VARIANTS = 1500
 # Near misses that are timed, the least excess first, and that are returned.
 MISSES_TIMED, MISSES_KEPT = 2000, 5
 
@@ -93,15 +97,15 @@ def search(
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
     estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
-    plans = [estimated(plan) for plan in _distinct(_known(model, cluster, ranking, options), given.keep)]
+    known = functools.partial(_known, model, cluster, ranking, options)
+    tight = functools.partial(_tight, model, cluster, software)
+    exact = functools.cache(lambda plan: StepTime(model, cluster, plan, constants).simulated_seconds())
+    plans = [estimated(plan) for plan in _of_divisions(known(), given.keep, tight, exact)]
     plans.sort(key=lambda found: (found.tight, found.step))
-    if plans and plans[0].tight:
-        # All of the fastest only just fit: the fastest of those that have room comes first.
-        more = map(estimated, itertools.islice(_known(model, cluster, ranking, options), MOST_TIGHT))
-        plans[:0] = next(([found] for found in more if not found.tight), [])
     if plans:
-        first = _simplest(plans, _known(model, cluster, ranking, options, seconds=plans[0].step), estimated)
-        plans = [first, *(found for found in plans if found.plan != first.plan)]
+        first = _simplest(plans, known(seconds=plans[0].step), estimated)
+        others = (found for found in plans if found.tight > first.tight or division(found.plan) != division(first.plan))
+        plans = [first, *others][: given.keep]
     misses = _nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf))
     return SearchResult(
         model=model,
@@ -112,7 +116,7 @@ def search(
         misses=misses,
         gains=gains(model, cluster, plans[0].plan, constants, misses) if plans else (),
         sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
-        **(_beside(model, cluster, ranking, plans[0], options, estimated) if plans else {}),
+        **(_beside(ranking, plans[0], options, estimated, tight, exact) if plans else {}),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),
     )
 
@@ -132,21 +136,25 @@ def _simplest(plans: list[Estimate], known: Iterable[Plan], estimated: Callable[
 
 
 def _beside(
-    model: Model, cluster: Cluster, ranking: Sequence[tuple[Plan, float]], best: Estimate, options: SearchOptions,
-    estimated: Callable[[Plan], Estimate],
-) -> dict[str, Estimate | None]:  # fmt: skip
-    """``SearchResult.own`` and ``plain``."""
-    own = plain = None
+    ranking: Sequence[tuple[Plan, float]], best: Estimate, options: SearchOptions,
+    estimated: Callable[[Plan], Estimate], tight: Callable[[Plan], bool], exact: Callable[[Plan], float],
+) -> dict[str, Any]:  # fmt: skip
+    """``SearchResult.own``, ``plain``, ``recipe`` and ``published``."""
+    own, model, cluster = None, best.model, best.cluster
     if not options.target:
         faster = (plan for plan, seconds in ranking if seconds < best.step * (1 - FASTER))
         alone = (plan for plan in faster if systems(model, cluster, plan) == (TRAINER.name,))
         found = next((each for each in map(estimated, itertools.islice(alone, MOST_SIMPLER)) if not each.tight), None)
         own = found if found and found.step < best.step * (1 - FASTER) else None
-    undivided = (plan for plan, _ in ranking if plan.tp == plan.pp == plan.cp == plan.ep == 1)
-    if best.plan.tp * best.plan.pp * best.plan.cp * best.plan.ep > 1:
-        found = next(map(estimated, itertools.islice(undivided, 1)), None)
-        plain = found
-    return {"own": own, "plain": plain}
+
+    def fastest(divides: Callable[[Plan], bool]) -> Estimate | None:
+        variants = _of_divisions((plan for plan, _ in ranking if divides(plan)), 1, tight, exact)
+        return estimated(variants[0]) if variants else None
+
+    undivided = Recipe("", 1, 1, 1, 1)
+    plain = None if undivided.divides(best.plan) else fastest(undivided.divides)
+    recipe = published_recipe(model, cluster)
+    return {"own": own, "plain": plain, "recipe": recipe, "published": fastest(recipe.divides) if recipe else None}
 
 
 def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: SearchOptions | None = None) -> int:
@@ -202,14 +210,41 @@ def _known(
     return itertools.chain((first,), run)
 
 
-def _distinct(plans: Iterable[Plan], count: int) -> list[Plan]:
-    """The first ``count`` plans, without near-twins (``family``)."""
-    chosen: dict[object, Plan] = {}
-    for plan in plans:
-        chosen.setdefault(family(plan), plan)
-        if len(chosen) == count:
-            break
-    return list(chosen.values())
+def _of_divisions(
+    plans: Iterable[Plan], count: int, tight: Callable[[Plan], bool], seconds: Callable[[Plan], float]
+) -> list[Plan]:
+    """The fastest plan of each of ``count`` divisions, and as many that are ``tight`` but come before these.
+
+    The order of ``plans`` is that of smaller pipelines, which not all schedules gain from alike: of each schedule the
+    first plan is compared by ``seconds``.
+    """
+    roomy: dict[object, dict[object, Plan]] = {}
+    close: dict[object, Plan] = {}
+    for plan in itertools.islice(plans, MOST_VARIANTS):
+        key, order = division(plan), (plan.schedule, plan.virtual_stages)
+        if order in roomy.get(key, ()) or (key not in roomy and len(roomy) == 2 * count):
+            continue
+        if not tight(plan):
+            roomy.setdefault(key, {})[order] = plan
+        elif key not in roomy:
+            close.setdefault(key, plan)
+    found = _without_twins(min(variants.values(), key=seconds) for variants in roomy.values())
+    return [*sorted(found, key=seconds)[:count], *_without_twins(close.values())[:count]]
+
+
+def _without_twins(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans without those that only split the tokens of a rank otherwise: over more context-parallel ranks."""
+    found: dict[object, Plan] = {}
+    for plan in sorted(plans, key=lambda each: each.cp):
+        found.setdefault(twins(plan), plan)
+    return list(found.values())
+
+
+def _tight(model: Model, cluster: Cluster, software: str, plan: Plan) -> bool:
+    """``Estimate.tight``, without an estimate, from the stage that has the least left."""
+    _, needed, available = MemoryCheck(model, cluster, plan).worst(plan.recompute, plan.offload)
+    band = error_band(cluster, plan, software=software, experts=model.expert_kind).memory
+    return needed * (1 + band / 2) > available
 
 
 def _nearest_misses(
@@ -220,11 +255,11 @@ def _nearest_misses(
     for rejection in rejected.near(NEAR * cluster.gpu.memory)[:MISSES_TIMED]:
         plan = rejection.plan
         seconds = step_seconds(model, cluster, plan, constants)
-        if seconds >= best * (1 - FASTER) or family(plan) in chosen:
+        if seconds >= best * (1 - FASTER) or division(plan) in chosen:
             continue
         seconds = StepTime(model, cluster, plan, constants).simulated_seconds()
         if seconds < best * (1 - FASTER):
-            chosen[family(plan)] = NearMiss(plan, rejection.reason, rejection.excess, seconds)
+            chosen[division(plan)] = NearMiss(plan, rejection.reason, rejection.excess, seconds)
             if len(chosen) == MISSES_KEPT:
                 break
     return tuple(chosen.values())

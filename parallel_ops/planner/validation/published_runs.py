@@ -26,19 +26,20 @@ from parallel_ops.planner.validation.measurement import Measurement, rows
 _FOLDER = files("parallel_ops.planner.validation").joinpath("runs")
 
 
-def published_runs() -> Iterator[Measurement]:
-    """Every run of the files in this package."""
+def published_runs(model: str = "") -> Iterator[Measurement]:
+    """Every run of the files in this package; of one ``model``, if it is given."""
     for file in sorted(_FOLDER.iterdir(), key=lambda found: found.name):
         if file.name.endswith(".csv"):
-            yield from runs(file.name, file.read_text(encoding="utf-8"))
+            yield from runs(file.name, file.read_text(encoding="utf-8"), model)
 
 
-def runs(name: str, text: str) -> Iterator[Measurement]:
+def runs(name: str, text: str, model: str = "") -> Iterator[Measurement]:
     """The runs of a file.
 
     Args:
         name: of the file, for messages.
         text: its content. Lines that begin with # name the source.
+        model: name of the only model whose runs are read; empty for all.
 
     Raises:
         ValueError: a column is missing, or a row has no such source, model, system or plan; names file and row.
@@ -47,6 +48,8 @@ def runs(name: str, text: str) -> Iterator[Measurement]:
     source = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#")) or name
     for number, row in enumerate(csv.DictReader([line for line in lines if not line.startswith("#")]), start=1):
         try:
+            if model and row["model"] != model:
+                continue
             yield _measurement(source, row)
         except KeyError as error:
             raise ValueError(f"{name}: no column {error}") from None
