@@ -98,7 +98,10 @@ class MuonAndAdamW(torch.optim.AdamW):
 
     def _set(self, t: Tensor, new: Tensor) -> None:
         """Replaces values, but where gradients are not finite."""
-        t.copy_(new if self.found_inf is None else torch.where(self.found_inf.to(t.device) != 0, t, new))
+        if self.found_inf is None:
+            t.copy_(new)
+        else:
+            torch.where(self.found_inf.to(t.device) != 0, t, new, out=t)
 
 
 def _part(matrix: Matrix, t: Tensor) -> Tensor:
