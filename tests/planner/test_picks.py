@@ -75,31 +75,32 @@ def test_tensor_parallelism_counts_by_its_ranks():
 
 # Tuned recipes of models with experts: Megatron-Bridge's last run of each in validation/runs/megatron_bridge_2026.csv.
 RECIPES = [
-    ("gpt-oss-120b", "h100x64", "bf16"),
-    ("gpt-oss-120b", "b200x64", "bf16"),
-    ("gpt-oss-120b", "b300x64", "mxfp8"),
-    ("qwen3-30b-a3b", "h100x16", "fp8"),
-    ("qwen3-30b-a3b", "b200x8", "mxfp8"),
-    ("qwen3-235b-a22b", "b200x256", "mxfp8"),
-    ("deepseek-v3", "b200x256", "mxfp8"),
-    ("deepseek-v3", "gb200x256", "mxfp8"),
+    ("gpt-oss-120b", "h100", 64, "bf16"),
+    ("gpt-oss-120b", "b200", 64, "bf16"),
+    ("gpt-oss-120b", "b300", 64, "mxfp8"),
+    ("qwen3-30b-a3b", "h100", 16, "fp8"),
+    ("qwen3-30b-a3b", "b200", 8, "mxfp8"),
+    ("qwen3-235b-a22b", "b200", 256, "mxfp8"),
+    ("deepseek-v3", "b200", 256, "mxfp8"),
+    ("deepseek-v3", "gb200", 256, "mxfp8"),
 ]
 # Tokens a second and GPU of faster published runs. These recipes have micro-batches of one sequence, in which the host
 # takes up to a third of the time; so the first plan takes less than 0.9 of theirs, but not less than these runs.
 FASTER = {
-    ("gpt-oss-120b", "h100x64"): 7626,  # NeMo AutoModel, docs/performance-summary.md of October 2025: 64 H100
-    ("qwen3-30b-a3b", "h100x16"): 12040,  # likewise, 8 H100
-    ("qwen3-235b-a22b", "b200x256"): 6197,  # Megatron-MoE-ModelZoo, best_practice/Qwen3: 919 TFLOP/s on 256 GB200
-    ("deepseek-v3", "b200x256"): 4969,  # Megatron-Bridge 26.06: 256 GB200
+    ("gpt-oss-120b", "h100", 64): 7626,  # NeMo AutoModel, docs/performance-summary.md of October 2025: 64 H100
+    ("qwen3-30b-a3b", "h100", 16): 12040,  # likewise, 8 H100
+    ("qwen3-235b-a22b", "b200", 256): 6197,  # Megatron-MoE-ModelZoo, best_practice/Qwen3: 919 TFLOP/s on 256 GB200
+    ("deepseek-v3", "b200", 256): 4969,  # Megatron-Bridge 26.06: 256 GB200
 }
 # What a recipe says beside the division of its ranks.
 KEPT = ("grad_dtype", "activation_dtype", "inplace_loss", "cuda_graph", "dispatcher", "ep_overlap", "dropless")
 
 
-@pytest.mark.parametrize(("name", "cluster", "dtype"), RECIPES)
-def test_the_first_plan_beside_a_tuned_recipe_with_experts(name, cluster, dtype):
-    runs = [run for run in published_runs(name) if run.cluster.name == cluster and run.plan.dtype == dtype]
-    run = max((run for run in runs if "2026" in run.table), key=lambda each: each.name.partition(",")[0])
+@pytest.mark.parametrize(("name", "gpu", "gpus", "dtype"), RECIPES)
+def test_the_first_plan_beside_a_tuned_recipe_with_experts(name, gpu, gpus, dtype):
+    asked = gpu, gpus, dtype
+    runs = [run for run in published_runs(name) if (run.cluster.gpu.name, run.plan.gpus, run.plan.dtype) == asked]
+    run = max((run for run in runs if "Bridge 2026" in run.table), key=lambda each: each.name.partition(",")[0])
     fields = {field: getattr(run.plan, field) for field in KEPT}
     options = SearchOptions(target="megatron", dtype=(dtype,), cp=(1,), base=Plan(dtype=dtype, **fields), fixed=fields)
     batch = run.plan.global_batch
@@ -107,7 +108,7 @@ def test_the_first_plan_beside_a_tuned_recipe_with_experts(name, cluster, dtype)
     recipe = estimate(run.model, run.cluster, run.plan, software=run.software)
     ratio = found.best.step / recipe.step
     assert ratio <= 1.05
-    if limit := FASTER.get((name, cluster)):
+    if limit := FASTER.get((name, gpu, gpus)):
         assert 0.9 * found.best.tokens_per_second / run.plan.gpus <= limit
     else:
         assert ratio >= 0.9
