@@ -1,6 +1,5 @@
 """Ranks as threads of which one runs at a time, in a random order, with messages as NCCL orders them."""
 
-import random
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -9,11 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from support.ranks.turns import Turns, without_failures
 from support.transports.nccl_rules import Message, Operation, Rules
-
-
-class Deadlock(RuntimeError):
-    """Every rank that is left waits for another."""
 
 
 class World:
@@ -29,40 +25,21 @@ class World:
     """
 
     def __init__(self, size: int, seed: int, *, eager: bool = False) -> None:
-        self._size, self._random, self.rules = size, random.Random(seed), Rules(eager=eager)
-        self._turn, self._live, self._blocked = 0, set(range(size)), set[int]()
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-        self._thread = threading.local()
+        self.size, self.rules = size, Rules(eager=eager)
+        self._turns, self._thread = Turns(size, seed), threading.local()
         self.dist, self.most_posted = Distributed(self), 0
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """What ``function(rank)`` returned on each rank.
 
-        Raises:
-            Deadlock: no rank could go on. Any other error that a rank raised.
+        Raises PeerError if no rank could go on, or the error that a rank raised.
         """
-        results: list[Any] = [None] * self._size
 
-        def work(rank: int) -> None:
+        def main(rank: int) -> Any:
             self._thread.rank = rank
-            try:
-                self._await_turn(rank)
-                results[rank] = function(rank)
-            except BaseException as error:
-                self._failure = self._failure or error
-            with self._changed:
-                self._live.discard(rank)
-                self._choose()
+            return function(rank)
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self._size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        if self._failure is not None:
-            raise self._failure
-        return results
+        return without_failures(self._turns.outcomes(main))
 
     @property
     def rank(self) -> int:
@@ -74,40 +51,12 @@ class World:
         """A call of this rank, which returns when it would."""
         operation = self.rules.post(self.rank, group.group_name, group.ranks, name, messages)
         self.most_posted = max(self.most_posted, self.rules.receives_posted())
-        self._blocked.clear()
-        self._switch(blocked=not operation.may_return)
-        while not operation.may_return:
-            self._switch(blocked=True)
+        self._turns.give(self.rank, lambda: operation.may_return, operation, "to return")
         return Work(self, operation)
 
     def wait(self, operation: Operation) -> None:
-        while not operation.done:
-            self._switch(blocked=True)
-
-    def _switch(self, *, blocked: bool) -> None:
-        """Lets another rank run; ``blocked``: this one cannot go on before another has posted something."""
-        rank = self.rank
-        with self._changed:
-            if blocked:
-                self._blocked.add(rank)
-            self._choose()
-        self._await_turn(rank)
-
-    def _choose(self) -> None:
-        ready = sorted(self._live - self._blocked)
-        if not ready and self._live:
-            waits = "; ".join(f"rank {operation.rank}: {operation}" for operation in self.rules.pending())
-            self._failure = self._failure or Deadlock(f"ranks {sorted(self._live)} wait for each other: {waits}")
-            self._blocked.clear()
-        elif ready:
-            self._turn = self._random.choice(ready)
-        self._changed.notify_all()
-
-    def _await_turn(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == rank or self._failure is not None, 60)
-        if self._failure is not None:
-            raise self._failure
+        if not operation.done:
+            self._turns.give(self.rank, lambda: operation.done, operation, "for its end")
 
 
 class Group:
@@ -132,8 +81,8 @@ class Distributed:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.group = SimpleNamespace(WORLD=Group(world, "0", range(world._size)))
-        self._formed: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(world._size)}
+        self.group = SimpleNamespace(WORLD=Group(world, "0", range(world.size)))
+        self._formed: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(world.size)}
 
     def get_rank(self) -> int:
         return self._world.rank

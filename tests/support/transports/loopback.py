@@ -1,8 +1,7 @@
 """Ranks inside one process, one at a time, in an order that a seed decides.
 
-The code of a rank is what it would be over any transport: a function of its end of the group. Each rank has a thread,
-and a baton passes between them, so exactly one runs. It gives the baton up where it posts or waits, and the seed says
-who goes next; the same seed gives the same run.
+The code of a rank is what it would be over any transport: a function of its end of the group. It lets others run where
+it posts or waits.
 
 What other transports forgive sometimes, this one refuses always:
 
@@ -16,9 +15,6 @@ two ranks may be sent ahead.
 """
 
 import collections
-import dataclasses
-import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +22,7 @@ from torch import Tensor
 
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Capabilities, Handle, Receive, Send, Transport, as_bytes
+from support.ranks.turns import Turns, without_failures
 
 R = TypeVar("R")
 
@@ -47,114 +44,23 @@ class LoopbackGroup(Generic[R]):
 
         Raises the first rank's own exception, if a rank ended with one; else PeerError, if some ranks waited in vain.
         """
-        outcomes = self.outcomes(rank_main)
-        failures = [o for o in outcomes if isinstance(o, BaseException)]
-        for failure in sorted(failures, key=lambda f: isinstance(f, PeerError)):
-            raise failure
-        return outcomes  # type: ignore[return-value]
+        return without_failures(self.outcomes(rank_main))
 
     def outcomes(self, rank_main: Callable[["LoopbackTransport"], R]) -> list[R | BaseException]:
         """What ``rank_main`` returned on each rank, or the exception that it ended with."""
-        baton = _Baton(self.size, self.seed)
-        network = _Network(self.credits)
-        ends = [LoopbackTransport(self, rank, baton, network) for rank in range(self.size)]
-        results: list[Any] = [None] * self.size
+        turns, network = Turns(self.size, self.seed), _Network(self.credits)
+        ends = [LoopbackTransport(self, rank, turns, network) for rank in range(self.size)]
 
-        def serve(rank: int) -> None:
-            try:
-                baton.take(rank)
-                results[rank] = rank_main(ends[rank])
-                ends[rank].check_finished()
-            except BaseException as error:
-                results[rank] = error
-            finally:
-                baton.leave(rank, results[rank] if isinstance(results[rank], BaseException) else None)
+        def main(rank: int) -> R:
+            result = rank_main(ends[rank])
+            ends[rank].check_finished()
+            return result
 
-        threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        baton.start()
-        for thread in threads:
-            thread.join()
+        results = turns.outcomes(main)
         for source, target in network.unreceived():
             if not isinstance(results[source], BaseException):
                 results[source] = PeerError(f"rank {source} sent a chunk that rank {target} never received")
         return results
-
-
-@dataclasses.dataclass
-class _Waiting:
-    ready: Callable[[], bool]
-    op: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.what} ({self.op})"
-
-
-class _Baton:
-    """Lets one thread run at a time, and notices when none can."""
-
-    def __init__(self, size: int, seed: int | None) -> None:
-        self._size = size
-        self._random = None if seed is None else random.Random(seed)
-        self._lock = threading.Lock()
-        # One for each thread: each is woken for its own turn, not all 16 for everybody's.
-        self._turns = [threading.Condition(self._lock) for _ in range(size)]
-        self._running: int | None = None
-        self._waiting: dict[int, _Waiting] = {rank: _Waiting(lambda: True, "", "to start") for rank in range(size)}
-        self._ended: dict[int, BaseException | None] = {}
-        self._stuck: dict[int, str] = {}
-
-    def start(self) -> None:
-        with self._lock:
-            self._pass_on(self._size - 1)
-
-    def take(self, rank: int) -> None:
-        with self._lock:
-            self._turns[rank].wait_for(lambda: self._running == rank)
-
-    def give(self, rank: int, ready: Callable[[], bool], op: str, what: str) -> None:
-        """Lets others run until ``ready()``. PeerError if that cannot come about any more."""
-        with self._lock:
-            self._waiting[rank] = _Waiting(ready, op, what)
-            self._pass_on(rank)
-            self._turns[rank].wait_for(lambda: self._running == rank)
-            in_vain = self._stuck.pop(rank, None)
-        if in_vain is not None:
-            raise PeerError(in_vain)
-
-    def leave(self, rank: int, error: BaseException | None) -> None:
-        with self._lock:
-            self._ended[rank] = error
-            self._pass_on(rank)
-
-    def _pass_on(self, rank: int) -> None:
-        self._running = self._next(rank)
-        if self._running is not None:
-            self._turns[self._running].notify()
-
-    def _next(self, rank: int) -> int | None:
-        if self._stuck:  # the ranks of a deadlock end one after another
-            return min(self._stuck)
-        able = [r for r in sorted(self._waiting) if self._waiting[r].ready()]
-        if able:
-            after = [r for r in able if r > rank]
-            chosen = self._random.choice(able) if self._random else (after or able)[0]
-            del self._waiting[chosen]
-            return chosen
-        if self._waiting:
-            self._stuck = {r: self._why(r) for r in self._waiting}
-            self._waiting.clear()
-            return min(self._stuck)
-        return None
-
-    def _why(self, rank: int) -> str:
-        own = self._waiting[rank]
-        others = [f"rank {r} waits {w}" for r, w in sorted(self._waiting.items()) if r != rank]
-        for r, error in sorted(self._ended.items()):
-            others.append(f"rank {r} has finished" if error is None else f"rank {r} raised {type(error).__name__}")
-        return f"{own.op}: rank {rank} waits {own.what}, in vain: {', '.join(others) or 'there is no other rank'}"
 
 
 class _Transfer:
@@ -243,9 +149,9 @@ class _LoopbackHandle:
 class LoopbackTransport(Transport):
     """One rank's end of a LoopbackGroup."""
 
-    def __init__(self, group: LoopbackGroup[Any], rank: int, baton: _Baton, network: _Network) -> None:
+    def __init__(self, group: LoopbackGroup[Any], rank: int, turns: Turns, network: _Network) -> None:
         super().__init__(rank, group.size, Capabilities("loopback", ("cpu",), False))
-        self._baton, self.network = baton, network
+        self._turns, self.network = turns, network
         self._handles: list[_LoopbackHandle] = []
 
     def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
@@ -264,7 +170,7 @@ class LoopbackTransport(Transport):
         self.wait_until(lambda: all(counts[r] >= own for r in range(self.size)), op, "at a barrier")
 
     def wait_until(self, ready: Callable[[], bool], op: str, what: str) -> None:
-        self._baton.give(self.rank, ready, op, what)
+        self._turns.give(self.rank, ready, op, what)
 
     def check_finished(self) -> None:
         """PeerError if the rank left something behind."""
