@@ -48,7 +48,7 @@ def calibrate(
         found = Path(folder, "measured")
         spawn(_rank, (ranks, bool(gpus), seconds, folder, str(found), sizes), nprocs=ranks)
         measured: Measured = torch.load(found, weights_only=False)
-    device = _device(ranks) if not gpus else _known_gpu()
+    device = _device(ranks)
     cluster = replace(
         cluster_of(measured, device, ranks, "gloo" if not gpus else "nccl"), name=f"{device.name}x{ranks}"
     )
@@ -82,30 +82,19 @@ def _rank(
 
 
 def _device(ranks: int) -> GPU:
-    """A process on CPUs: figures that are measured are 0."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-    return GPU(
-        name="cpu", generation="cpu", memory=memory, bandwidth=1.0, fp32=0.0, fp16=0.0, bf16=0.0, fp8=0.0, watts=0.0
-    )
-
-
-def _known_gpu() -> GPU:
-    name = gpu_here()
-    if name is not None:
-        return presets.gpu(name)
-    here = torch.cuda.get_device_properties(0)
-    generation = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}.get(here.major, "unknown")
-    return GPU(
-        name=here.name.lower().replace(" ", "-"),
-        generation=generation,
-        memory=float(here.total_memory),
-        bandwidth=1.0,
-        fp32=0.0,
-        fp16=0.0,
-        bf16=0.0,
-        fp8=0.0,
-        watts=0.0,
-    )
+    """What is known of each rank's device: a known GPU, another one, or a share of this machine. Figures that are
+    measured are 0."""
+    name, generation = "cpu", "cpu"
+    if not torch.cuda.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    elif (known := gpu_here()) is not None:
+        return presets.gpu(known)
+    else:
+        here = torch.cuda.get_device_properties(0)
+        name, memory = here.name.lower().replace(" ", "-"), float(here.total_memory)
+        generation = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}.get(here.major, "unknown")
+    none: dict[str, Any] = dict.fromkeys(("fp32", "fp16", "bf16", "fp8", "watts"), 0.0)
+    return GPU(name=name, generation=generation, memory=memory, bandwidth=1.0, **none)
 
 
 def report(path: Path, cluster: Cluster, measured: Measured) -> None:
