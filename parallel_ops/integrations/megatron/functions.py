@@ -84,8 +84,9 @@ def given(options: dict[str, Any]) -> bool:
     return any(value is not None and value is not False for value in options.values())
 
 
-def _bias_dropout_add(training: bool, original: Function, exact: bool, narrows: bool) -> Function:
-    """The replacement for one value of ``training``. ``narrows``: the original returns x's dtype, as 0.16 does."""
+def bias_dropout_add(training: bool, original: Function, exact: bool) -> Function:
+    """The replacement for one value of ``training``."""
+    narrows = _narrows()
 
     def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
@@ -111,9 +112,7 @@ def _stages() -> int:
 
 
 def bias_dropout_add_unfused(original: Function, exact: bool) -> Function:
-    by_training = {
-        training: _bias_dropout_add(training, original(training), exact, _narrows()) for training in (True, False)
-    }
+    by_training = {training: bias_dropout_add(training, original(training), exact) for training in (True, False)}
 
     def bias_dropout_add_unfused(training: bool) -> Function:
         return by_training[bool(training)]
@@ -121,15 +120,8 @@ def bias_dropout_add_unfused(original: Function, exact: bool) -> Function:
     return bias_dropout_add_unfused
 
 
-def bias_dropout_add_fused_train(original: Function, exact: bool) -> Function:
-    return _bias_dropout_add(True, original, exact, _narrows())
-
-
-def bias_dropout_add_fused_inference(original: Function, exact: bool) -> Function:
-    return _bias_dropout_add(False, original, exact, _narrows())
-
-
 def _narrows() -> bool:
+    """True if the original returns the dtype of x, as 0.16 does."""
     from megatron.core.fusions import fused_bias_dropout
 
     x, residual = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)

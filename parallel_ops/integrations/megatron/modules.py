@@ -96,39 +96,30 @@ def _main_grad(linear: Any, weight: Tensor) -> MainGrad | None:
     return MainGrad(weight) if fused else None
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """Layer norm whose parameters are tagged ``sequence_parallel`` if their gradients are this rank's only."""
+class _Tagged(torch.nn.Module):
+    """A norm of torch whose parameters are tagged ``sequence_parallel`` if their gradients are this rank's only."""
 
     def __init__(self, hidden_size: int, eps: float, *, sequence_parallel: bool, zero_centered: bool) -> None:
         super().__init__(hidden_size, eps=eps)
         self.zero_centered = zero_centered
-        _tag(self, sequence_parallel, zero_centered)
+        if zero_centered:
+            torch.nn.init.zeros_(self.get_parameter("weight"))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
+
+class LayerNorm(_Tagged, torch.nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         # Megatron's Apex norm adds one to the weight too, in another kernel.
         weight = self.weight + 1 if self.zero_centered else self.weight
         return ops.layer_norm(x, weight, self.bias, self.eps)
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm with the same tags."""
-
+class RMSNorm(_Tagged, torch.nn.RMSNorm):
     eps: float
-
-    def __init__(self, hidden_size: int, eps: float, *, sequence_parallel: bool, zero_centered: bool) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.zero_centered = zero_centered
-        _tag(self, sequence_parallel, zero_centered)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-
-
-def _tag(norm: Any, sequence_parallel: bool, zero_centered: bool) -> None:
-    if zero_centered:
-        torch.nn.init.zeros_(norm.weight)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = sequence_parallel
 
 
 class Norm:

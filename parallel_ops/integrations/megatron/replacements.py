@@ -1,5 +1,6 @@
 """``apply``, and the names of Megatron-core that each op replaces."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -38,8 +39,12 @@ _REPLACEMENTS = {
     ],
     # The functions that get_bias_dropout_add returns, so that specs and models that hold it need no change.
     "bias_dropout_add": [
-        _Replacement(f"{_FUSIONS}.fused_bias_dropout:{name}", getattr(functions, name))
-        for name in ("bias_dropout_add_unfused", "bias_dropout_add_fused_train", "bias_dropout_add_fused_inference")
+        _Replacement(f"{_FUSIONS}.fused_bias_dropout:bias_dropout_add_{name}", build)
+        for name, build in (
+            ("unfused", functions.bias_dropout_add_unfused),
+            ("fused_train", functools.partial(functions.bias_dropout_add, True)),
+            ("fused_inference", functools.partial(functions.bias_dropout_add, False)),
+        )
     ],
     "attention": [
         _Replacement(
