@@ -54,7 +54,10 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return CUDA_SUCCESS; }
-CUresult cuCtxGetDevice(CUdevice *device) { return CUDA_SUCCESS; }  // Triton 3.8
+CUresult cuCtxGetDevice(CUdevice *device) {  // Triton 3.8
+    *device = 0;
+    return CUDA_SUCCESS;
+}
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return CUDA_SUCCESS; }
