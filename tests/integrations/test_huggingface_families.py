@@ -35,8 +35,11 @@ def assert_same_step(got, expected):
     assert error(got[0].loss, expected[0].loss) < TOLERANCE
     assert got[1].keys() == expected[1].keys()
     scale = max(float(gradient.norm()) for gradient in expected[1].values())
-    for name, gradient in expected[1].items():  # some are zero in exact arithmetic, as that of a bias of keys
-        assert float((got[1][name] - gradient).norm()) < TOLERANCE * max(float(gradient.norm()), 1e-2 * scale), name
+    for name, gradient in expected[1].items():
+        # Some are zero in exact arithmetic. The terms of a key bias's gradient cancel but for rotation, on CPUs of
+        # some widths to a sum with a larger error than that of its size.
+        least = (5e-2 if name.endswith("k_proj.bias") else 1e-2) * scale
+        assert float((got[1][name] - gradient).norm()) < TOLERANCE * max(float(gradient.norm()), least), name
 
 
 def test_every_family_is_tested():

@@ -94,15 +94,15 @@ OPS: dict[str, Rule | Callable[[dict[str, Any]], Rule]] = {
     ),
 }
 
-# By the name of the autograd function; the last but one argument is the group's name.
+# By the name of the collective or autograd function; the last but one argument is the group's name.
 FUNCTIONS: dict[str, Rule] = {
-    "Copy": Rule({"x": (I,)}, R),
-    "Reduce": Rule({"x": (P, V)}, I),
-    "Scatter": Rule({"x": (I,)}, V),
-    "Gather": Rule({"x": (V,)}, I),
-    "AllGather": Rule({"x": (V,)}, R),
-    "ReduceScatter": Rule({"x": (P, V)}, V),
-    "AllToAll": Rule({"x": (V,)}, V),
+    "copy": Rule({"x": (I,)}, R),
+    "reduce": Rule({"x": (P, V)}, I),
+    "scatter": Rule({"x": (I,)}, V),
+    "gather": Rule({"x": (V,)}, I),
+    "all_gather": Rule({"x": (V,)}, R),
+    "reduce_scatter": Rule({"x": (P, V)}, V),
+    "all_to_all": Rule({"x": (V,)}, V),
     "_Start": Rule({"x": (V,)}, V),
     "_Finish": Rule({"x": (V,)}, V),
 }
@@ -167,6 +167,8 @@ class OverGroups(TorchFunctionMode):
             given = {"x": x, "weights": rest[: len(targets)], "biases": rest[len(targets) :]}
             given["partial_bias"] = parts.partial_bias
             return self._typed(call, op.name, given, parts.group, OPS[op.name])
+        if name == "Collective":
+            name = args[1]
         if name in FUNCTIONS:
             group = args[1].group if name in ("_Start", "_Finish") else args[-2]
             return self._typed(call, name, {"x": args[0]}, group, FUNCTIONS[name])
