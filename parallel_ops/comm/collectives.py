@@ -25,20 +25,21 @@ graph, which with uneven shards they do not: compile those with ``backend="aot_e
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.group_checks import (
+from parallel_ops._internal.distributed.groups import (
+    GradReduce,
     check_dim,
     check_receive_sizes,
     check_sizes,
     check_summable,
     check_tensor,
+    group_name,
+    is_fp32,
     shard_sizes,
 )
-from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops.comm._functions import Collective
 from parallel_ops.comm.consistency import propagate_errors
 
@@ -52,15 +53,6 @@ __all__ = [
     "scatter_to_group",
     "shard_sizes",
 ]
-
-GradReduce = Literal["fp32", "backend"]
-
-
-def is_fp32(op: str, grad_reduce: GradReduce) -> bool:
-    """``grad_reduce`` as the flag of the ops' schemas; raises ValueError if it is not valid."""
-    if grad_reduce not in ("fp32", "backend"):
-        raise ValueError(f"{op}: grad_reduce must be 'fp32' or 'backend', got {grad_reduce!r}")
-    return grad_reduce == "fp32"
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None, *, grad_reduce: GradReduce = "fp32") -> Tensor:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
-from parallel_ops._internal.distributed.groups import resolve_group
+from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single, resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, shared_error
 from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.comm.sum_partials import sum_partials

@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from parallel_ops._internal.dispatch.registration import cast_first, register
-from parallel_ops._internal.distributed.group_checks import check_tensor
-from parallel_ops._internal.distributed.groups import group_name, group_rank, group_size, resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
+from parallel_ops._internal.distributed.groups import check_tensor, group_name, group_rank, group_size
 from parallel_ops._internal.gradients.split_backward import kept_parameter, requested
 from parallel_ops._internal.tensor_format import TensorFormat, from_sbhd, to_sbhd
 from parallel_ops.comm.collectives import all_gather

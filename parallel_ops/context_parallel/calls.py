@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.groups import resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
-from parallel_ops.comm.transport.exchange import in_flight
+from parallel_ops.comm.transport.base import in_flight
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME, ranks_per_node
 from parallel_ops.context_parallel.batch_layout import documents_error, layout_for

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from parallel_ops._internal.distributed.turns import pass_on
 from parallel_ops.comm import all_to_all
 from parallel_ops.comm.consistency import CallSignature, check_consistency
-from parallel_ops.comm.transport.base import Handle
-from parallel_ops.comm.transport.exchange import start_exchange
+from parallel_ops.comm.transport.base import Handle, start_exchange
 from parallel_ops.comm.transport.registry import transport_of
 
 _NAME = "expert_parallel"

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from typing_extensions import Unpack
 
-from parallel_ops._internal.distributed.group_checks import check_sizes
-from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.distributed.groups import check_sizes, group_rank
 from parallel_ops._internal.gradients.weight_gradients import Target
 from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import check_input, propagates_errors

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from parallel_ops._internal.distributed.groups import GradReduce, is_fp32
 from parallel_ops._internal.gradients.weight_gradients import ParameterGrad, Target
 from parallel_ops.comm import all_gather, copy_to_group, primitives
-from parallel_ops.comm.collectives import GradReduce, is_fp32
 from parallel_ops.layers.checks import check_input
 from parallel_ops.layers.lora import LoraAdapter, column_adapters
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, to_local, uniform

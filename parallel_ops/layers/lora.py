@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from parallel_ops._internal.distributed.group_checks import check_sizes
-from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.distributed.groups import check_sizes, group_rank
 from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
 from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill_, init_sharded_, to_local, uniform
 from parallel_ops.ops import bias_dropout_add, grouped_linear

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel_ops._internal.distributed.compat import in_backward, suspended_modes
-from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.distributed.groups import GradReduce, group_rank
 from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts

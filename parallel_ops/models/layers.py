@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.comm.collectives import GradReduce
+from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig

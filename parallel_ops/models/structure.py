@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.comm.collectives import GradReduce
+from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.layers import Norm, VocabParallelEmbedding
 from parallel_ops.layers.core_attention import CoreAttention

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops._internal.dropout import seed_generators
 from parallel_ops.comm import copy_to_group, gather_from_group
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.algorithm import AlgorithmName
 from parallel_ops.context_parallel.batch_layout import Heads

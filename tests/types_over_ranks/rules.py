@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from parallel_ops._internal.distributed.groups import resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
 from parallel_ops.comm import ParallelMesh, consistency
 from parallel_ops.expert_parallel import exchange
 from parallel_ops.layers import parameters

@@ -25,10 +25,8 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 # compiler to look away, both at many times the cost.
 new_dtensor: Callable[..., Tensor] = getattr(Tensor, "_dtensor__new__", None) or (lambda cls, *a, **k: cls(*a, **k))
 
-
-def resolve_group(name: Any) -> ProcessGroup:
-    """The process group of this name: ops carry the name, since schemas have no type for a group."""
-    return _resolve_process_group(name)
+# The process group of a name: ops carry the name, since schemas have no type for a group.
+resolve_group: Callable[[Any], ProcessGroup] = _resolve_process_group
 
 
 def group_store(group: ProcessGroup) -> dist.Store:  # type: ignore[name-defined]

@@ -1,9 +1,10 @@
-"""The interface of transports: an overlapped op sends chunks to peers and waits for them one by one while it computes.
+"""The interface of transports: an overlapped op sends chunks to peers and waits for them one by one while it computes,
+each batch of them as an ``Exchange``.
 
 An op first posts all its receives and sends, in the same order on every rank, and then computes, waiting for each
 chunk just before it needs it. Nothing is ever enqueued after something that waits for it. Between two ranks, chunks
-arrive in the order in which they were sent. Wait for a handle before writing its sent tensor or
-reading its received one.
+arrive in the order in which they were sent. Wait for a handle before writing its sent tensor or reading its received
+one.
 
     c10d        any torch process group, CPU or CUDA, within a node or across nodes; the default
     nccl        CUDA, over a communicator of the package's own; opt-in, see ``use_transport``
@@ -13,6 +14,7 @@ reading its received one.
 
 import abc
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -161,3 +163,62 @@ def as_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().view(-1)
     # One element is contiguous whatever its stride, but can be seen as bytes only with a stride of one.
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+# Exchanges on their way while a piece is multiplied: with one, the link would idle between the end of a message and the
+# end of the matmul that the host is busy with.
+IN_FLIGHT = 2
+
+
+def in_flight(transport: Transport) -> int:
+    """How many exchanges are on their way while a piece is multiplied. Ranks need not agree on it."""
+    return 1 if one_queue() and transport.capabilities.stream_ordered else IN_FLIGHT
+
+
+def one_queue() -> bool:
+    """Whether all streams of a GPU share one hardware queue, as Megatron-LM asks for."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+class Exchange:
+    """Messages posted together. Empty ones are not sent, since both ends compute the sizes."""
+
+    def __init__(self, op: str, transport: Transport, sends: list[Send], receives: list[Receive]) -> None:
+        everything: list[Send | Receive] = [*receives, *sends]
+        chunks = [chunk for chunk in everything if chunk.tensor.numel()]
+        self._kept = chunks  # what is being sent must live until it has left
+        self._handles: list[Handle] = list(transport.post(op, chunks))
+
+    def wait(self) -> None:
+        """Until all have arrived and left. May be called again."""
+        waited: Handle | None = None
+        while self._handles:
+            handle = self._handles.pop(0)
+            if handle is not waited:  # one launch has one handle for all of its chunks
+                handle.wait()
+            waited = handle
+        self._kept.clear()
+
+
+def start_exchange(
+    op: str, transport: Transport, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]]
+) -> Handle:
+    """Starts an all-to-all of uneven parts: part r of ``received`` is filled by rank r.
+
+    Args:
+        received, sent: contiguous, of the same columns; must be kept until the wait.
+        rows: of each part of ``received`` and of ``sent``.
+    """
+    if (handle := transport.all_to_all(op, received, sent, rows)) is not None:
+        return handle
+    arriving, leaving = (tensor.split(list(counts)) for tensor, counts in zip((received, sent), rows, strict=True))
+    return exchange_parts(op, transport, arriving, leaving)
+
+
+def exchange_parts(op: str, transport: Transport, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Exchange:
+    """Starts one message to each rank and one from it: ``arriving[r]`` is filled with what rank r has for this one."""
+    rank, size = transport.rank, transport.size
+    arriving[rank].copy_(leaving[rank])
+    others = [(rank + k) % size for k in range(1, size)]
+    sends, receives = [Send(leaving[peer], peer) for peer in others], [Receive(arriving[peer], peer) for peer in others]
+    return Exchange(op, transport, sends, receives)

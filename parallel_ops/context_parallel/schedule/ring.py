@@ -26,8 +26,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from parallel_ops.comm.transport.base import Receive, Send, Transport
-from parallel_ops.comm.transport.exchange import Exchange, in_flight
+from parallel_ops.comm.transport.base import Exchange, Receive, Send, Transport, in_flight
 from parallel_ops.context_parallel.schedule.blocks import Gradients, SoftmaxAccumulator, pack_keys
 from parallel_ops.context_parallel.schedule.rows import Parts, Rows, joined
 from parallel_ops.context_parallel.token_ranges import count_tokens, visible_keys

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.comm.transport.exchange import Exchange
+from parallel_ops.comm.transport.base import Exchange
 from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged
 
 Parts = tuple[TokenRange, ...]

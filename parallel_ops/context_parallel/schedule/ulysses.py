@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.comm.transport.base import Receive, Send, Transport
-from parallel_ops.comm.transport.exchange import Exchange
+from parallel_ops.comm.transport.base import Exchange, Receive, Send, Transport
 from parallel_ops.context_parallel.algorithm import NAME
 from parallel_ops.context_parallel.schedule.blocks import unpack_keys
 from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward

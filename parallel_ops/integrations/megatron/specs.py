@@ -8,7 +8,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from parallel_ops.comm.collectives import GradReduce, is_fp32
+from parallel_ops._internal.distributed.groups import GradReduce, is_fp32
 from parallel_ops.integrations.megatron import modules
 from parallel_ops.integrations.megatron.attention import CoreAttention
 

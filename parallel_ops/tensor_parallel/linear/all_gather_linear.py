@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.group_checks import check_sizes
+from parallel_ops._internal.distributed.groups import GradReduce, check_sizes
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel_ops._internal.dispatch.autograd import once_differentiable
 from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype, register
-from parallel_ops._internal.distributed.groups import group_name
+from parallel_ops._internal.distributed.groups import group_name, is_fp32
 from parallel_ops._internal.gradients.split_backward import runs
 from parallel_ops._internal.gradients.weight_gradients import (
     DeferredFactors,
@@ -35,7 +35,6 @@ from parallel_ops._internal.gradients.weight_gradients import (
     after_backward,
     targets_of,
 )
-from parallel_ops.comm.collectives import is_fp32
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, check_arguments, encode
 from parallel_ops.tensor_parallel.linear.chunked import matrix

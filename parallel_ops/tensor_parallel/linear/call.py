@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops._internal.distributed.group_checks import check_tensor
-from parallel_ops._internal.distributed.groups import resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
+from parallel_ops._internal.distributed.groups import GradReduce, check_tensor
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of

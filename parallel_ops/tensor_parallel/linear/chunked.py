@@ -28,8 +28,16 @@ import torch
 from torch import Tensor
 
 from parallel_ops.comm.sum_partials import sum_partials
-from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
-from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, exchange_parts, in_flight
+from parallel_ops.comm.transport.base import (
+    IN_FLIGHT,
+    Exchange,
+    Handle,
+    Receive,
+    Send,
+    Transport,
+    exchange_parts,
+    in_flight,
+)
 
 Span = tuple[int, int]
 

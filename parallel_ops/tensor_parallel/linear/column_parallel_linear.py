@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Transport

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.group_checks import check_sizes
+from parallel_ops._internal.distributed.groups import GradReduce, check_sizes, is_fp32
 from parallel_ops.comm import primitives
-from parallel_ops.comm.collectives import GradReduce, is_fp32
 from parallel_ops.ops.float8_recipes import E4M3, RECIPES, Float8Recipe, Quantized, Recipe, quantize
 from parallel_ops.tensor_parallel.linear.call import rows_of
 
@@ -32,7 +31,7 @@ class GatheredRows:
 
     Attributes:
         group: Name of the ranks' group. sizes: Of every rank's x along that dimension. rows: Of its matrix.
-        fp32: How the gradient of x is summed; see ``comm.collectives``.
+        fp32: How the gradient of x is summed; ``grad_reduce`` of ``comm.collectives``.
     """
 
     group: str

@@ -22,11 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.group_checks import check_sizes
-from parallel_ops._internal.distributed.groups import group_rank
+from parallel_ops._internal.distributed.groups import GradReduce, check_sizes, group_rank
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
-from parallel_ops.comm.collectives import GradReduce
 from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport

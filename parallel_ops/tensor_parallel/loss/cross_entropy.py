@@ -27,7 +27,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops._internal.distributed.groups import group_name, resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
+from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels

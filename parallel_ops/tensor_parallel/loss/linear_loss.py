@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops._internal.distributed.groups import group_name, resolve_group
+from parallel_ops._internal.distributed.compat import resolve_group
+from parallel_ops._internal.distributed.groups import group_name
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions, check_class_weight, check_target

@@ -19,9 +19,8 @@ from parallel_ops.comm import use_transport
 from parallel_ops.comm.nccl import connect as nccl
 from parallel_ops.comm.nccl.library import Library, NotSupported
 from parallel_ops.comm.transport import registry
-from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
+from parallel_ops.comm.transport.base import Exchange, Handle, Receive, Send, Transport, start_exchange
 from parallel_ops.comm.transport.c10d import C10dTransport
-from parallel_ops.comm.transport.exchange import Exchange, start_exchange
 from support.parallelism.expert_parallel import sent
 from support.transports.nccl import Fake, load
 
