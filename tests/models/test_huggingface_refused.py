@@ -178,6 +178,13 @@ def test_a_place_that_is_taken_is_refused_on_every_rank(folders, tmp_path):
     assert [file.name for file in place.iterdir()] == ["mine"] and not list(Path(tmp_path).glob(".*"))
 
 
+def test_a_tensor_that_cannot_be_joined_is_an_error_on_every_rank_and_leaves_nothing(folders, tmp_path):
+    for outcome in ranks(2).outcomes(on_rank.saved_without_memory, str(folders / "gpt2"), str(tmp_path / "new")):
+        assert isinstance(outcome, Raised) and outcome.type == "RuntimeError"
+        assert outcome.message == "save_pretrained: MemoryError: no memory for a tensor"
+    assert not list(tmp_path.iterdir())
+
+
 def test_tensors_that_the_family_has_no_place_for_are_named(folders):
     config = config_from_pretrained(folders / "gpt2")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no place for positions\.weight"):

@@ -4,6 +4,7 @@ Tensors are gathered one at a time, and global rank 0 writes them. An error of w
 the other ranks take part in the gathers until then.
 """
 
+import collections
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,9 @@ def save(
     if rank != 0 and (mesh is None or 0 not in mesh.mesh):
         return  # another replica is saved
     _raise_on_all(mesh, _error_of(lambda: check_free(folder)) if rank == 0 else None)
-    gathered = content.made(lambda piece, name: _whole(piece, parameters[name]), keep=rank == 0)
+    gathered = content.pieces(lambda piece, name: _whole(piece, parameters[name]))
     error = _error_of(lambda: content.write(folder, gathered)) if rank == 0 else None
-    for _ in gathered:  # of the other ranks, and of rank 0 after an error
-        pass
+    collections.deque(gathered, maxlen=0)  # the other ranks, and rank 0 after an error; holds none meanwhile
     _raise_on_all(mesh, error)
 
 

@@ -26,6 +26,7 @@ from parallel_ops.models.huggingface.tensor_files import CONFIG, INDEX, SINGLE
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_BYTES = 5_000_000_000
+Pieces = Sequence[tuple[TensorMapping, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -90,35 +91,36 @@ class Folder:
             return {SINGLE: files[0]}
         return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
 
-    def made(self, part: Callable[[TensorSlice, str], Tensor], *, keep: bool = True) -> Iterator[Tensor]:
-        """The tensors of all files, one after the other. ``part``: returns a piece of a parameter by its name.
+    def pieces(self, part: Callable[[TensorSlice, str], Tensor]) -> Iterator[Pieces]:
+        """Pieces of parameters that the tensors of all files are made of, one tensor after the other.
 
-        Without ``keep`` pieces are asked for, and the tensors are empty.
+        Args:
+            part: returns a piece of a parameter by its name.
         """
         for stored in (self.tensors[name] for names in self.files.values() for name in names):
-            pieces = [(piece.stored, part(piece, name)) for piece, name in stored.pieces]
-            yield joined(pieces, stored.dtype) if keep else torch.empty(0)
+            yield [(piece.stored, part(piece, name)) for piece, name in stored.pieces]
 
     def write(
-        self, folder: Path, tensors: Iterable[Tensor], *, more: Mapping[str, bytes] | None = None,
+        self, folder: Path, pieces: Iterable[Pieces], *, more: Mapping[str, bytes] | None = None,
         report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:  # fmt: skip
         """Writes the folder.
 
         Args:
-            tensors: what ``made`` returns.
+            pieces: of each tensor, as ``Folder.pieces`` yields them; not consumed further than an error.
             more: contents of further files by name. report: called with bytes done, and all.
 
         Raises:
             FileExistsError, OSError: see ``new_folder``.
         """
-        given, done = iter(tensors), 0
+        given, done = iter(pieces), 0
         with new_folder(folder) as part:
             for file, names in self.files.items():
                 with (part / file).open("wb") as out:
                     _write_header(out, {name: self.tensors[name] for name in names})
                     for name in names:
-                        whole, wanted = next(given), self.tensors[name]
+                        wanted = self.tensors[name]
+                        whole = joined(next(given), wanted.dtype)
                         if list(whole.shape) != wanted.shape:
                             raise ValueError(f"{name} must be {wanted.shape}, got {list(whole.shape)}")
                         whole.view(torch.uint8).numpy().tofile(out)
@@ -132,7 +134,7 @@ class Folder:
                 (part / name).write_bytes(content)
 
 
-def joined(pieces: Sequence[tuple[TensorMapping, Tensor]], dtype: torch.dtype) -> Tensor:
+def joined(pieces: Pieces, dtype: torch.dtype) -> Tensor:
     """The pieces of parameters that are one tensor in the files, in the files' layout and in host memory."""
     whole = []
     for stored, piece in pieces:

@@ -110,7 +110,7 @@ def export(
     whole = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
     content = Folder(config, given, whole, dict.fromkeys(whole, DTYPES[chosen]))
     last = functools.lru_cache(maxsize=1)(read)  # all experts of a layer are one parameter, and several tensors
-    content.write(folder, content.made(lambda piece, name: last(name)[piece.place]), more=more, report=report)
+    content.write(folder, content.pieces(lambda piece, name: last(name)[piece.place]), more=more, report=report)
     return _result(source, folder, description, content.options["model_type"], chosen, content.nbytes)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, config_from_pretrained
-from parallel_ops.models.huggingface import tensor_files
+from parallel_ops.models.huggingface import streaming, tensor_files
 
 GPT2 = TransformerConfig(
     vocab_size=61, seq_length=24, num_layers=2, hidden_size=48, num_heads=4, ffn_hidden_size=80, init_std=0.3
@@ -182,3 +183,16 @@ def _local(t: Tensor) -> Tensor:
 
 def saved_over(rank: int, good: str, place: str) -> None:
     Transformer.from_pretrained(good, tp_mesh=mesh()).save_pretrained(place)
+
+
+def saved_without_memory(rank: int, good: str, place: str) -> None:
+    """Rank 0 has no memory for one of the tensors that it writes, in the middle of the file."""
+    model, real, left = Transformer.from_pretrained(good, tp_mesh=mesh()), streaming.joined, iter(range(5))
+
+    def joined(pieces: streaming.Pieces, dtype: torch.dtype) -> Tensor:
+        if next(left, None) is None:
+            raise MemoryError("no memory for a tensor")
+        return real(pieces, dtype)
+
+    with mock.patch.object(streaming, "joined", joined):
+        model.save_pretrained(place)
