@@ -107,7 +107,7 @@ def recomputed_flops(model: Model, plan: Plan) -> float:
     modules, flops = recomputed(plan.recompute, plan.flash_attention), 0.0
     if "core_attn" in modules:
         flops += model.all_attention_flops
-    flops += 2 * model.num_layers * model.latent_weights if modules >= {"mla_up_proj"} else 0.0
+    flops += 2 * model.all_layers * model.latent_weights if modules >= {"mla_up_proj"} else 0.0
     flops += 2 * model.mlp_layers * model.mlp_weights if "mlp" in modules else 0.0
     routed = model.experts_per_token * bool(modules & {"moe", "experts"})
     routed += model.shared_experts * bool(modules & {"moe", "shared_experts"})

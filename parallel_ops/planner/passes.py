@@ -84,16 +84,23 @@ def chunk_costs(
         if count:
             layer, exposed = layer_costs(shape, cluster, gpu, constants, work, sparse, paired)
             compute, waits = compute + layer.times(count), waits + exposed.times(count)
-    first, last = ends
+    first, last = ends_read(model, ends)
     if first:
-        waits += end_traffic(model, cluster, work, constants, last=False).exposed
+        waits += end_traffic(model, cluster, work, constants, last=False).exposed.times(first)
     if last:
         exposed = end_traffic(model, cluster, work, constants, last=True).exposed
         host = constants.host if work.cuda_graph == "none" else 0.0
-        compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1)
-        compute += PassTimes(constants.serial, constants.serial, 0.0)
-        waits += exposed
+        compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1).times(last)
+        compute += PassTimes(constants.serial, constants.serial, 0.0).times(last)
+        waits += exposed.times(last)
     return compute, waits
+
+
+def ends_read(model: Model, ends: tuple[bool, bool]) -> tuple[int, int]:
+    """How often a micro-batch reads the input and the output embedding in a chunk that has the ``ends`` of the model:
+    for each further token that is predicted both, beside the loss."""
+    first, last = ends
+    return first + last * model.prediction_layers, last * (1 + model.prediction_layers)
 
 
 @lru_cache(maxsize=65536)

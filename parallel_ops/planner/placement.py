@@ -71,12 +71,15 @@ def stage_layout(plan: Plan) -> StageLayout:
 @lru_cache(maxsize=65536)
 def layer_counts(model: Model, layout: StageLayout) -> tuple[tuple[int, ...], ...]:
     """Numbers of layers of each of ``Model.kinds`` on each pipeline rank."""
-    return tuple(kind_counts(model, stage) for stage in stage_layers(model.num_layers, *layout))
+    head, stages = head_rank(layout), stage_layers(model.num_layers, *layout)
+    return tuple(kind_counts(model, layers, head=rank == head) for rank, layers in enumerate(stages))
 
 
-def kind_counts(model: Model, layers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of layers of each of ``Model.kinds`` among these indices of layers."""
+def kind_counts(model: Model, layers: Iterable[int], *, head: bool = False) -> tuple[int, ...]:
+    """Numbers of layers of each of ``Model.kinds`` among these indices of layers; ``head``: and those of multi-token
+    prediction, which are before the loss."""
     found = [model.kind_of[layer] for layer in layers]
+    found += model.kind_of[model.num_layers :] if head else ()
     return tuple(found.count(kind) for kind in range(len(model.kinds)))
 
 

@@ -19,7 +19,7 @@ from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.memory.states import state_bytes, trained_parameters
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import beside, chunk_costs, layer_costs, rank_passes
+from parallel_ops.planner.passes import beside, chunk_costs, ends_read, layer_costs, rank_passes
 from parallel_ops.planner.placement import (
     chunk_layers,
     chunk_rank,
@@ -88,7 +88,8 @@ class StepTime:
         passes = []
         for chunk, layers in enumerate(chunks):
             rank = chunk_rank(chunk, plan.pp, plan.schedule in V_SHAPED)
-            kinds, ends = kind_counts(self.model, layers), (chunk == 0, chunk == len(chunks) - 1)
+            end = chunk == len(chunks) - 1
+            kinds, ends = kind_counts(self.model, layers, head=end), (chunk == 0, end)
             given = self.model, self.cluster, self.gpus[rank], self.constants, self.work
             compute, waits = chunk_costs(*given, kinds, ends, self.paired)
             passes.append(compute + waits)
@@ -175,9 +176,10 @@ class StepTime:
             of_layer = shape, self.cluster, self.gpus[self.slowest], self.constants, self.work, sparse, self.paired
             if count:
                 parts.append((layer_traffic(shape, *given[1:], sparse), layer_costs(*of_layer)[1].total, count))
-        for last, here in ((False, self.slowest == 0), (True, self.slowest == head_rank(self.layout))):
-            found = end_traffic(*given, last=last)
-            parts.append((found, found.exposed.total, int(here)))
+        reads = ends_read(self.model, (self.slowest == 0, self.slowest == head_rank(self.layout)))
+        for last, count in enumerate(reads):
+            found = end_traffic(*given, last=bool(last))
+            parts.append((found, found.exposed.total, count))
         out: list[Transfer] = []
         for found, waits, count in parts:
             total = sum(each.seconds * times for each, times in found.transfers)

@@ -8,8 +8,7 @@ from parallel_ops.planner.model import LatentAttention, Model
 
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
     """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
-    sinks, biases of experts and of attention's output alone, layers that predict further tokens, and learned positions
-    beyond the sequence."""
+    sinks, biases of experts and of attention's output alone, and learned positions beyond the sequence."""
     experts: dict[str, Any] = {}
     if config.experts is not None:
         experts = {
@@ -44,6 +43,7 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
         norm="rms" if config.norm == "rms_norm" else "layer",
         positions=config.positions,
         tied_embeddings=config.tied_embeddings,
+        prediction_layers=config.prediction_layers,
         dropout=config.dropout > 0 or config.attention_dropout > 0,
         **experts,
     )

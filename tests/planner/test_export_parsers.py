@@ -179,6 +179,9 @@ def test_megatron_has_the_stages_and_the_recomputation_of_the_plan(megatron):
     # Chunks in the order of the model: 1 and 1 layers at the ends of 32, as even as they can be.
     decoders = [[str(kind).count("decoder") for kind in chunk].count(1) for rank in layout.layout for chunk in rank]
     assert sorted(decoders) == [1] * 3 + [2] * 29 and sum(decoders) == 61
+    ahead = megatron(export("megatron", replace(deepseek, prediction_layers=1), cluster, plan))
+    assert ahead.mtp_num_layers == 1
+    ahead.pipeline_model_parallel_layout.validate_layer_layout(61, 1)
     dense, a100 = presets.model("llama3-405b"), presets.cluster("h100x256")
     uneven = Plan(
         dp=2, tp=8, pp=16, zero=1, sequence_parallel=True, global_batch=64, offload="optimizer", recompute="full"

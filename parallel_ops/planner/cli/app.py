@@ -10,7 +10,7 @@ import typer
 
 from parallel_ops._internal.command_line import fail, run, waiting
 from parallel_ops.planner import presets
-from parallel_ops.planner.cli import comparison, error_tables, inputs, json_data, tables
+from parallel_ops.planner.cli import comparison, error_tables, inputs, json_data, tables, workload
 from parallel_ops.planner.cli.options import (
     Batch,
     ClusterName,
@@ -28,11 +28,11 @@ from parallel_ops.planner.cli.options import (
     Sequence,
     SoftwareName,
     System,
+    Workload,
     WrittenFor,
 )
 from parallel_ops.planner.cli.schedule import schedule_command
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.documents import describe
 from parallel_ops.planner.compute.software import CURRENT, era, eras
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.export import TARGETS, find_target
@@ -81,6 +81,7 @@ def plan_command(
     seq: Sequence = None,
     docs: Documents = None,
     lora: Lora = None,
+    work: Workload = None,
     system: System = None,
     only: Only = None,
     software: SoftwareName = None,
@@ -97,7 +98,7 @@ def plan_command(
 
     Example: parallel-ops plan --model llama3-8b --cluster h100x64 --batch 4M --output run.toml
     """
-    shape = inputs.adapters(inputs.documents(inputs.model(model, seq), docs), lora)
+    shape = workload.model(model, seq, docs, lora, work)
     machine = inputs.cluster(cluster, price)
     system = _written_for(system, output, launcher)
     options = replace(inputs.options(machine, system, only), any_system=any_system)
@@ -114,9 +115,7 @@ def plan_command(
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
     console.print(f"\n{best.error_band.sentence()} {comparison.tied(result, ties)}".rstrip(), highlight=False)
-    if text := describe(shape, best.plan.cp, best.plan.dp):
-        console.print(f"\n{text}", highlight=False)
-    for line in (*comparison.beside(result), tables.whose_times(shown)):
+    for line in (*workload.sentences(best), *comparison.beside(result), tables.whose_times(shown)):
         console.print(f"\n{line}", highlight=False)
     if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
         console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
@@ -141,6 +140,7 @@ def estimate_command(
     seq: Sequence = None,
     docs: Documents = None,
     lora: Lora = None,
+    work: Workload = None,
     plan: PlanText = None,
     system: WrittenFor = None,
     software: SoftwareName = None,
@@ -158,7 +158,7 @@ def estimate_command(
     Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
     """
     system = _written_for(system, output, launcher)
-    shape = inputs.adapters(inputs.documents(inputs.model(model, seq), docs), lora)
+    shape = workload.model(model, seq, docs, lora, work)
     machine = inputs.cluster(cluster, price)
     if plan is None:
         options = inputs.options(machine, system if system in TARGETS else None, None)
@@ -181,8 +181,8 @@ def estimate_command(
         sys.exit(0 if problem is None else NO)
     console = tables.console()
     console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
-    if text := describe(shape, found.plan.cp, found.plan.dp):
-        console.print(f"{text}\n", highlight=False)
+    for line in workload.sentences(found):
+        console.print(f"{line}\n", highlight=False)
     for part in (
         tables.summary(found),
         *([tables.run(whole)] if whole else []),

@@ -63,6 +63,9 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     ffn = optional(4 * hidden, "intermediate_size", "n_inner", "ffn_hidden_size")
     layers = (own or {}).get("num_layers") or size("num_hidden_layers", "n_layer", "num_layers")
     assumed = [] if family in FAMILIES else list(_assumptions(text, family, experts))
+    further = optional(0, "num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if further and "compressed" not in (own or {}):
+        assumed.append(f"no multi-token prediction (--workload prediction_layers={further})")
     if sequence is None:
         assumed.append(f"sequences of {min(4096, longest):,} tokens (--seq)")
     fields: dict[str, Any] = {

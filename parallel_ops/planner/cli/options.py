@@ -49,6 +49,14 @@ Lora = Annotated[
         show_default="all parameters are trained",
     ),
 ]
+Workload = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        help="Fields of the workload: prediction_layers=1 (multi-token prediction).",
+        show_default="none",
+    ),
+]
 Batch = Annotated[
     str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
 ]

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from parallel_ops._internal.command_line import require
-from parallel_ops.planner.cli import inputs, json_data, tables
-from parallel_ops.planner.cli.options import Json, Sequence, completed
+from parallel_ops.planner.cli import inputs, json_data, tables, workload
+from parallel_ops.planner.cli.options import Json, Sequence, Workload, completed
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation as simulate_plan
 from parallel_ops.planner.memory.timeline import memory_timeline
@@ -37,6 +37,7 @@ def schedule_command(
     cluster: Annotated[str | None, typer.Option(help="Cluster of --model.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch of --model.")] = None,
     seq: Sequence = None,
+    work: Workload = None,
     plan: Annotated[str | None, typer.Option(help="Plan of --model.")] = None,
     rank: Annotated[
         int | None, typer.Option(help="Rank of --plan whose memory is drawn.", show_default="the one with the most")
@@ -52,12 +53,12 @@ def schedule_command(
             raise ValueError(
                 "schedule: --plan has the sizes, schedule and times of its pipeline; leave those options out"
             )
-        shape, machine = inputs.model(model, seq), inputs.cluster(cluster, None)
+        shape, machine = workload.model(model, seq, None, None, work), inputs.cluster(cluster, None)
         found = estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
         simulated, kind = simulate_plan(shape, machine, found.plan), found.plan.schedule
         most = found.peak_memory.stage
         memory = memory_timeline(shape, machine, found.plan, simulated, most if rank is None else rank)
-    elif pp is None or micro_batches is None or model or cluster or batch or seq or plan or rank is not None:
+    elif pp is None or micro_batches is None or model or cluster or batch or seq or work or plan or rank is not None:
         raise ValueError("schedule takes --pp and --micro-batches, or --model, --cluster, --batch and --plan")
     else:
         durations = replace(_times(times, link), input_grad_first=input_grad_first)

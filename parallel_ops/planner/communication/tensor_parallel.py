@@ -69,10 +69,11 @@ def tensor_parallel(
             found += [(narrow, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
             found.append((parted("all-gather", latent), 1))  # again, for the gradients of weights
             forward, backward = forward + narrow.seconds + scatter.seconds, backward + gather.seconds + back.seconds
-        found.append((summed(model.norm_width * width), model.blocks))
+        # The last norm of a layer of multi-token prediction is that of an end of the model.
+        found.append((summed(model.norm_width * width), model.norms - model.ahead))
         # The gradients of biases are sums over the gathered gradients of all tokens.
         biases = model.hidden_size * (1 if sparse else 2) if model.bias == "all" else 0
-        replicated = model.whole_in_layer(sparse, plan.tp) - biases - model.blocks * model.norm_width
+        replicated = model.whole_in_layer(sparse, plan.tp) - biases - model.norms * model.norm_width
     else:
         after = summed(column * model.hidden_size)
         back = summed_over_ranks(cluster, plan, efficiency, column * model.hidden_size, gathers=False)

@@ -20,6 +20,9 @@ def elementwise_bytes(
             around[0] + blocks * 3 * streams * width * h / shard,
             around[1] + blocks * 6 * streams * width * h / shard,
         )
+    if model.ahead:
+        # Three norms, and two tensors that are joined.
+        around = around[0] + 10 * width * h / shard, around[1] + 13 * width * h / shard
     inputs = 2 if model.gated else 1
     ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
     ffn = ffn if model.has_mlp else 0

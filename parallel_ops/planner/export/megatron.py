@@ -102,6 +102,7 @@ def _model(model: Model) -> Iterator[Option]:
             yield "--num-query-groups", str(model.num_kv_heads)
         if model.head_dim * model.num_heads != model.hidden_size:
             yield "--kv-channels", str(model.head_dim)
+    yield from [("--mtp-num-layers", str(model.prediction_layers))] if model.prediction_layers else []
     yield from [("--swiglu",)] if model.gated else []
     yield from [("--disable-bias-linear",)] if model.bias != "all" else []
     yield from [("--add-qkv-bias",)] if model.bias == "qkv" else []
@@ -173,9 +174,9 @@ def _dispatcher(plan: Plan) -> Iterator[Option]:
 def _stages(model: Model, plan: Plan) -> Iterator[Option]:
     sizes = [len(layers) for layers in chunk_layers(model, plan)]
     if len(set(sizes)) > 1:
-        # E the embedding, t a layer, L the loss; a bar ends a stage.
+        # E the embedding, t a layer, m one of multi-token prediction, L the loss; a bar ends a stage.
         stages = ["t" * count if count < 2 else f"t*{count}" for count in sizes]
-        yield "--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L"
+        yield "--pipeline-model-parallel-layout", f"E{'|'.join(stages)}{'m' * model.prediction_layers}L"
     elif plan.schedule == "interleaved":
         yield "--num-virtual-stages-per-pipeline-rank", str(plan.virtual_stages)
 

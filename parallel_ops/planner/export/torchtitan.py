@@ -77,6 +77,11 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield f"a model's own registry converts it to fp8, and torchtitan has none for {model.name}"
 
 
+def _models(model: Model) -> Iterator[str]:
+    if model.prediction_layers:
+        yield "its models predict the next token alone; prediction_layers must be 0"
+
+
 def _own(plan: Plan) -> dict[str, Any]:
     return {"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {}
 
@@ -217,6 +222,7 @@ TORCHTITAN = ExportTarget(
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
+    models=_models,
     problems=_problems,
     software="torchtitan-2025",
     own=_own,

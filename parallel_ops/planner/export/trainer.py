@@ -111,6 +111,8 @@ def _shape(model: Model) -> dict[str, Any]:
         "positions": model.positions,
         "tied_embeddings": model.tied_embeddings,
     }
+    if model.prediction_layers:
+        shape["prediction_layers"] = model.prediction_layers
     if model.latent:
         del shape["num_kv_heads"], shape["head_dim"]
     return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})

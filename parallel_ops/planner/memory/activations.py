@@ -20,6 +20,8 @@ def _layer_bytes(
     width = 4 if dtype == "fp32" else 2
     # Bytes of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
     inputs = 1 if kept_inputs == "fp8" else width
+    # Hidden vector, embedding, and both normed, which the projection before a layer of multi-token prediction joins.
+    unsharded += 2 * (width + inputs) * h * model.ahead
     if recompute == "operators":
         # The input, every second of the matmuls Q, K, V, output, gate, up, down, and what attention keeps.
         used = model.experts_per_token + model.shared_experts if sparse else model.has_mlp
@@ -28,7 +30,8 @@ def _layer_bytes(
         if model.scored:
             products -= model.key_value_width / 2
             scores = 4 * model.num_heads if flash else width * model.num_heads * model.seq_length
-        return width * h * (model.residual_streams + model.gated) / shard + (width * products + scores) / tp
+        unsharded += width * h * (model.residual_streams + model.gated)
+        return unsharded / shard + (width * products + scores) / tp
     mask = 1 if model.dropout else 0
     again = recomputed(recompute, flash)
     norm = 0 if "layernorm" in again else inputs
@@ -73,7 +76,7 @@ def _all_layers(
 ) -> tuple[float, ...]:
     if recompute == "full":
         kept = (4 if dtype == "fp32" else 2) * model.residual_streams * model.hidden_size / shard
-        return (kept,) * len(model.kinds)
+        return tuple(kept * (1 + kind.shape.ahead) for kind in model.kinds)
     return tuple(_layer_bytes(*kind, tp, shard, flash, recompute, dtype, kept_inputs) for kind in model.kinds)
 
 

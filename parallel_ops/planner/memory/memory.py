@@ -196,14 +196,17 @@ class PlanMemory:
         if stage == 0 and model.dropout:
             embedding = held * tokens * model.hidden_size / plan.tp
         if stage == self._head:
-            head = 2 * width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
+            losses = 1 + model.prediction_layers
+            head = 2 * width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1) * losses
             if plan.fused_loss:
                 logits = self._logit_chunk
                 if not model.lora_rank:
-                    logits += 4.0 * model.hidden_size * model.vocab_size / plan.tp
+                    logits += 4.0 * model.hidden_size * model.vocab_size / plan.tp * losses
             else:
                 each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
                 each = 2 * width if plan.inplace_loss else each
+                # Of other losses, the softmax in fp32 or the gradient in place of the logits.
+                each += (losses - 1) * (width if plan.inplace_loss else 4)
                 logits = each * tokens * model.vocab_size / plan.tp
             if plan.tp > 1 and plan.sequence_parallel:
                 logits += (

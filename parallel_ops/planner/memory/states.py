@@ -47,13 +47,20 @@ def _stage_parameters(model: Model, layout: StageLayout, tp: int, parts: int, st
     whole = experts = 0
     if stage == head_rank(layout):
         shared = model.hidden_size * model.vocab_size if stage == 0 and model.tied_embeddings else 0
-        dense += model.head_parameters - shared
+        dense += model.head_parameters - shared + _second_table(model, stage)
         whole = model.head_parameters - model.hidden_size * model.vocab_size
     for count, (shape, sparse) in zip(layer_counts(model, layout)[stage], model.kinds, strict=True):
         dense += count * shape.layer_parameters(sparse)
         whole += count * shape.whole_in_layer(sparse, tp)
         experts += count * sparse * model.experts * model.expert_weights
     return (dense - whole) / tp + whole, experts / parts
+
+
+def _second_table(model: Model, stage: int) -> int:
+    """Parameters of the table of tokens that multi-token prediction needs on the stage with the loss; 0 if it has one
+    anyway."""
+    needs = model.prediction_layers and stage and not model.tied_embeddings
+    return model.hidden_size * model.vocab_size if needs else 0
 
 
 def trained_parameters(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
@@ -83,7 +90,8 @@ def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
     ends = [model.embedding_parameters / plan.tp] * first
     output = model.hidden_size * model.vocab_size
     whole = model.head_parameters - output
-    return (*ends, *[(0 if shared else output / plan.tp) + whole] * last)
+    second = _second_table(model, stage) / plan.tp
+    return (*ends, *[(0 if shared else output / plan.tp) + whole + second] * last)
 
 
 def element_bytes(plan: Plan) -> int:

@@ -41,6 +41,9 @@ class ModelFields:
             length), inside of which attention stays; 0 for whole sequences.
         lengths: lengths of documents and their numbers, with which ``documents`` are shared among ranks; none if only
             their mean is known.
+        prediction_layers: layers of multi-token prediction behind the last (MTP, arXiv:2412.19437, section 2.2): each
+            has attention over all keys, and an MLP or experts as the last layer has. The last stage computes them,
+            and the loss once more for each; embedding and output embedding are the model's.
         lora_rank: rank of adapters, which alone are trained (``memory/adapters.py``); 0 to train all parameters.
         frozen: format of frozen linears, ``"16bit"`` or ``"nf4"``.
 
@@ -78,6 +81,7 @@ class ModelFields:
     residual_streams: int = 1
     documents: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ()
+    prediction_layers: int = 0
     lora_rank: int = 0
     frozen: str = "16bit"
 
@@ -85,7 +89,7 @@ class ModelFields:
         check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))
         widths = ("num_kv_heads", "head_dim", "ffn_hidden_size", "expert_ffn")
         experts = ("experts", "experts_per_token", "shared_experts", "dense_layers", "expert_nodes")
-        check_counts(self, (*widths, *experts, "window", "lora_rank"), at_least=0)
+        check_counts(self, (*widths, *experts, "window", "prediction_layers", "lora_rank"), at_least=0)
         check_counts(self, ("residual_streams",))
         check_figures(self, ("documents",), zero=True)
         check_choice(self, "bias", ("all", "qkv", "none"))
@@ -112,6 +116,9 @@ class ModelFields:
                 raise ValueError(f"Model: experts_per_token must be {allowed}, got {self.experts_per_token}")
         elif self.experts_per_token or self.shared_experts or self.expert_ffn or self.dense_layers:
             raise ValueError("Model: experts_per_token, shared_experts, expert_ffn and dense_layers need experts")
+        if self.prediction_layers and (self.compressed is not None or self.residual_streams > 1 or self.lora_rank):
+            other = "compressed attention, residual_streams or lora_rank"
+            raise ValueError(f"Model: prediction_layers must be 0 with {other}, got {self.prediction_layers}")
         self._check_layers()
         if self.dense_layers > self.num_layers:
             raise ValueError(
@@ -125,6 +132,8 @@ class ModelFields:
         for kind in self.layers:
             if kind not in KINDS:
                 raise unknown("kind of Model.layers", str(kind), KINDS)
+        if "mtp" in self.layers and not (self.prediction_layers and len(self.layers) == 1):
+            raise ValueError("Model: layers must not have the kind mtp; prediction_layers is their number")
         mixers = {KINDS[kind][0] for kind in self.layers}
         if "recurrent" in mixers and self.recurrent is None:
             raise ValueError("Model: layers of the kind recurrent need the field recurrent")

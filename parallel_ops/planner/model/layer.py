@@ -27,6 +27,16 @@ class LayerShape(ModelFields):
         return bool(self.mixer) + self.has_mlp
 
     @cached_property
+    def ahead(self) -> bool:
+        """Whether the layer is one of multi-token prediction."""
+        return self.layers[0] == "mtp"
+
+    @cached_property
+    def norms(self) -> int:
+        """Number of norms."""
+        return self.blocks + 3 * self.ahead
+
+    @cached_property
     def norm_width(self) -> int:
         """Parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layer" else 1)
@@ -55,7 +65,7 @@ class LayerShape(ModelFields):
 
     @cached_property
     def mixer_linears(self) -> tuple[Linear, ...]:
-        """The linears of the mixer."""
+        """The linears of the mixer, and the projection before it in a layer of multi-token prediction."""
         h, m = self.hidden_size, self.latent
         if self.mixer == "recurrent":
             return self.recurrent.linears(h) if self.recurrent else ()
@@ -64,10 +74,12 @@ class LayerShape(ModelFields):
         if self.compressed is not None:
             return self.compressed.linears(self.mixer, h, self.num_heads, self.head_dim)
         out = Linear(self.value_width, h, split="inputs")
+        before = (Linear(2 * h, h, split=""),) if self.ahead else ()
         if m is None:
             gate = self.value_width if self.attention_gate else 0
-            return Linear(h, self.query_width + self.key_value_width + gate), out
+            return *before, Linear(h, self.query_width + self.key_value_width + gate), out
         return (
+            *before,
             Linear(h, m.query_rank + m.key_value_rank + m.rope_head, split=""),
             Linear(m.query_rank or h, self.query_width),
             Linear(m.key_value_rank, self.num_heads * (m.head + m.value_head)),
@@ -146,12 +158,13 @@ class LayerShape(ModelFields):
     def layer_parameters(self, sparse: bool) -> int:
         """Parameters of a layer, without routed experts."""
         mlp = self.router_parameters if sparse else self.mlp_parameters
-        return self.attention_parameters + mlp + self.blocks * self.connections
+        norms = (self.norms - self.blocks) * self.norm_width
+        return self.attention_parameters + mlp + norms + self.blocks * self.connections
 
     def whole_in_layer(self, sparse: bool, tp: int) -> int:
         """Parameters of a layer that ``tp`` tensor-parallel ranks do not split: norms, biases that are added after a
         sum over the ranks, routers, ``whole_keys``, hyper-connections, and linears of the mixer that all ranks have."""
-        found = self.blocks * (self.norm_width + self.connections)
+        found = self.norms * self.norm_width + self.blocks * self.connections
         found += self.hidden_size * (1 if sparse else 2) if self.bias == "all" else 0
         found += self.whole_keys(tp) + (self.hidden_size * self.experts if sparse else 0)
         found += sum(each.inputs * each.outputs for each in self.mixer_linears if not each.split)

@@ -5,6 +5,8 @@
     recurrent          Mamba-2 or gated DeltaNet (``Model.recurrent``)
     csa, hca           compressed sparse and heavily compressed attention (``Model.compressed``), beside a window
     mlp_only           an MLP without a mixer; full_only, recurrent_only: a mixer without an MLP
+    mtp                a layer of multi-token prediction (``Model.prediction_layers``): two norms and a projection of
+                       hidden vector and embedding, attention over all keys, an MLP, a norm
 
 A model with ``compressed`` has its projections in layers of the kind ``window`` too.
 """
@@ -24,6 +26,7 @@ KINDS: dict[str, tuple[str, bool]] = {
     "full_only": ("full", False),
     "recurrent_only": ("recurrent", False),
     "mlp_only": ("", True),
+    "mtp": ("full", True),
 }
 ATTENTION = ("full", "window")
 

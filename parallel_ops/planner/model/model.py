@@ -42,7 +42,12 @@ class Model(LayerShape):
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer ``layer``, counted from 0, has experts."""
-        return self.experts > 0 and layer >= self.dense_layers and KINDS[self.layers[layer % len(self.layers)]][1]
+        return self.experts > 0 and layer >= self.dense_layers and KINDS[self._name(layer)][1]
+
+    @property
+    def all_layers(self) -> int:
+        """Number of layers with those of multi-token prediction, which are the last."""
+        return self.num_layers + self.prediction_layers
 
     @cached_property
     def hybrid(self) -> tuple[str, ...]:
@@ -52,18 +57,19 @@ class Model(LayerShape):
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of the model's layers, in the order in which they first come."""
-        shapes = {kind: self if len(self.layers) == 1 else replace(self, layers=(kind,)) for kind in self.layers}
-        layers = range(self.num_layers)
+        layers = range(self.all_layers)
+        names = set(map(self._name, layers))
+        shapes = {kind: self if self.layers == (kind,) else replace(self, layers=(kind,)) for kind in names}
         return tuple(dict.fromkeys(LayerKind(shapes[self._name(layer)], self.is_sparse(layer)) for layer in layers))
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
         """The index in ``kinds`` of each layer."""
         index = {(kind.shape.layers[0], kind.sparse): number for number, kind in enumerate(self.kinds)}
-        return tuple(index[self._name(layer), self.is_sparse(layer)] for layer in range(self.num_layers))
+        return tuple(index[self._name(layer), self.is_sparse(layer)] for layer in range(self.all_layers))
 
     def _name(self, layer: int) -> str:
-        return self.layers[layer % len(self.layers)]
+        return "mtp" if layer >= self.num_layers else self.layers[layer % len(self.layers)]
 
     @cached_property
     def kind_counts(self) -> tuple[int, ...]:
@@ -73,7 +79,7 @@ class Model(LayerShape):
     @cached_property
     def sparse_layers(self) -> int:
         """Number of layers with experts."""
-        return sum(map(self.is_sparse, range(self.num_layers)))
+        return sum(map(self.is_sparse, range(self.all_layers)))
 
     @cached_property
     def mlp_layers(self) -> int:
@@ -115,8 +121,8 @@ class Model(LayerShape):
 
     @cached_property
     def head_flops(self) -> int:
-        """Forward FLOPs of the output embedding, per token."""
-        return 2 * self.hidden_size * self.vocab_size
+        """Forward FLOPs of the output embedding, per token, for the next token and each further one."""
+        return 2 * self.hidden_size * self.vocab_size * (1 + self.prediction_layers)
 
     @cached_property
     def forward_flops(self) -> float:

@@ -42,8 +42,13 @@ def _chunks(
         costs[gpu] = sum(part.total for part in layers) / sum(usual)
     head_gpu = gpus[chunk_rank(chunks - 1, pp, layout.v_shaped)]
     first, head = (
-        sum(part.total for part in chunk_costs(model, cluster, gpu, constants, work, (0,) * len(usual), ends, False))
-        for gpu, ends in ((gpus[0], (True, False)), (head_gpu, (False, True)))
+        sum(
+            part.total
+            for part in chunk_costs(
+                model, cluster, gpu, constants, work, kind_counts(model, (), head=last), (not last, last), False
+            )
+        )
+        for gpu, last in ((gpus[0], False), (head_gpu, True))
     )
     first /= costs[gpus[0]]
     if model.dense_layers:

@@ -6,6 +6,7 @@ runs of your own: ``parallel-ops validate --runs FILE``.
 
 import csv
 import functools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -158,8 +159,7 @@ def _model(row: dict[str, str]) -> Model:
     model = replace(presets.model(name), seq_length=int(row["seq"]))
     if layers:
         model = replace(model, num_layers=int(layers), dense_layers=min(1, model.dense_layers))
-    # The module for a second token has one more layer.
-    return replace(model, num_layers=model.num_layers + 1) if "with MTP" in row["note"] else model
+    return replace(model, prediction_layers=1) if "with MTP" in row["note"] else model
 
 
 def _cluster(row: dict[str, str]) -> Cluster:
@@ -219,9 +219,18 @@ def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, 
         ep_overlap="all-to-all overlapped" in row["note"],
         dropless="tokendrop" not in row["note"],
         tp_overlap="TP overlap off" not in row["note"],
+        layers_per_chunk=_stages(model, pp * virtual_stages),
     )
     fp8 = (system.fp8 or {}) if made.dtype in FORMATS else {}
     return replace(made, **{**_launches(row), **system.plan, **fp8})
+
+
+def _stages(model: Model, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk with multi-token prediction: as many as fit evenly, and in the last, which has it, the rest
+    (Megatron-Bridge, recipes/deepseek/h100/deepseek_v3.py)."""
+    most = math.ceil(model.num_layers / chunks)
+    rest = model.num_layers - most * (chunks - 1)
+    return (*[most] * (chunks - 1), rest) if model.prediction_layers and chunks > 1 and rest >= 0 else ()
 
 
 def _recompute(row: dict[str, str]) -> str:

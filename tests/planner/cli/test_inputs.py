@@ -156,6 +156,12 @@ def test_a_config_of_hugging_face_has_the_shape_of_the_preset(tmp_path, config, 
         assert (made.window, made.layers) == (expected.window, expected.layers)
 
 
+def test_layers_of_multi_token_prediction_are_said_to_be_left_out(tmp_path):
+    config = DEEPSEEK | {"num_nextn_predict_layers": 1}
+    with pytest.warns(UserWarning, match=r"no multi-token prediction \(--workload prediction_layers=1\)"):
+        assert inputs.model(written(tmp_path / "mtp", config), 4096).prediction_layers == 0
+
+
 def test_a_config_of_an_unknown_family_is_read_as_a_llama_and_says_so(tmp_path):
     config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"model_type": "nova"}
     with pytest.warns(UserWarning, match="nova is read as a Llama: .*as many heads of keys and values"):

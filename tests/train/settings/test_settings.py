@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -276,11 +277,11 @@ def test_the_example_and_the_schema_agree():
             assert set(keys) <= set(known["properties"]), section
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "gpt3-175b"])
-def test_what_the_planner_writes_is_a_run(model):
+@pytest.mark.parametrize(("model", "changes"), [("llama3-8b", {"prediction_layers": 1}), ("gpt3-175b", {})])
+def test_what_the_planner_writes_is_a_run(model, changes):
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
     plan = Plan(dp=2, tp=8, zero=3, sequence_parallel=True, global_batch=16, recompute="full", fused_loss=True)
-    shape = presets.model(model)
+    shape = replace(presets.model(model), **changes)
     data = tomllib.loads(export("parallel_ops", shape, presets.cluster("h100x16"), plan))
     settings = settings_of(with_changes(data, ["run.steps=1"]))  # a trial of the plan
     assert settings.plan == plan

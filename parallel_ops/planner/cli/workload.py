@@ -1,0 +1,57 @@
+"""Models with the workload of ``--seq``, ``--documents``, ``--lora`` and ``--workload``, and what that costs."""
+
+from dataclasses import replace
+
+from parallel_ops.planner.checks import unknown
+from parallel_ops.planner.cli import inputs
+from parallel_ops.planner.compute.documents import describe
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.results import Estimate
+
+# Fields of ``Model`` that --workload takes, and their types.
+FIELDS = {"prediction_layers": int}
+
+
+def model(name: str, sequence: int | None, documents: str | None, lora: str | None, workload: str | None) -> Model:
+    """The model of a name (``inputs.model``) with what the other options say.
+
+    Raises:
+        ValueError, TypeError: an option is wrong, or the model cannot have it.
+    """
+    found = inputs.adapters(inputs.documents(inputs.model(name, sequence), documents), lora)
+    return found if workload is None else with_fields(found, workload)
+
+
+def with_fields(found: Model, text: str) -> Model:
+    """``found`` with the fields of ``text``: ``prediction_layers=1,expert_imbalance=1.3``.
+
+    Raises:
+        ValueError: a field is unknown (with the nearest names), is given twice, or no such number.
+    """
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        field, _, value = (piece.strip() for piece in part.partition("="))
+        if field not in FIELDS:
+            raise unknown("field of --workload", field, FIELDS)
+        if field in given:
+            raise ValueError(f"--workload: {field} is given twice")
+        try:
+            given[field] = FIELDS[field](value)
+        except ValueError:
+            number = "an integer" if FIELDS[field] is int else "a number"
+            raise ValueError(f"--workload: {field} must be {number}, got {value!r}") from None
+    return replace(found, **given)  # type: ignore[arg-type]
+
+
+def sentences(found: Estimate) -> list[str]:
+    """What documents and multi-token prediction cost a plan; empty without them."""
+    shape, plan = found.model, found.plan
+    lines = [describe(shape, plan.cp, plan.dp)]
+    if layers := shape.prediction_layers:
+        whole, alone = shape.forward_flops, replace(shape, prediction_layers=0)
+        lines.append(
+            f"Multi-token prediction: {layers} layer{'s' if layers > 1 else ''} more on the last stage, with a loss "
+            f"each: {(shape.parameters - alone.parameters) / 1e9:,.1f}B parameters, "
+            f"{1 - alone.forward_flops / whole:.1%} of the FLOPs."
+        )
+    return [line for line in lines if line]

@@ -1,0 +1,148 @@
+"""Workloads: multi-token prediction, against published sizes and counts by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel_ops.planner import Plan, SearchOptions, communication, estimate, memory, presets, search
+from parallel_ops.planner.cli import inputs, workload
+from parallel_ops.planner.export import export, systems
+from parallel_ops.planner.memory.activations import layer_activations
+from parallel_ops.planner.placement import layer_counts, stage_layout
+
+DEEPSEEK, LLAMA = presets.model("deepseek-v3"), presets.model("llama3-8b")
+AHEAD, LLAMA_AHEAD = (replace(model, prediction_layers=1) for model in (DEEPSEEK, LLAMA))
+H, VOCAB = DEEPSEEK.hidden_size, DEEPSEEK.vocab_size
+STAGES = Plan(dp=16, pp=16, ep=8, zero=1, global_batch=2048, fsdp=False, recompute="selective")
+
+
+def test_multi_token_prediction_has_the_published_parameters():
+    """11.5B, 14B with the copies of both embeddings (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md)."""
+    more = AHEAD.parameters - DEEPSEEK.parameters
+    assert more == pytest.approx(11.5e9, rel=0.01) and more + 2 * H * VOCAB == pytest.approx(14e9, rel=0.04)
+    # A layer with experts, three norms, and the projection of twice the width.
+    assert more == DEEPSEEK.layer_parameters(True) + 256 * DEEPSEEK.expert_weights + 3 * H + 2 * H * H
+    layer = DEEPSEEK.kinds[1].shape.layer_flops(True)
+    assert AHEAD.forward_flops - DEEPSEEK.forward_flops == layer + 2 * 2 * H * H + 2 * H * VOCAB
+    # Megatron-Bridge counts half of the scores: 961 TFLOP/s at 3,848 tokens/s without, 557 at 2,139 with it.
+    counted = [model.forward_flops - model.all_attention_flops / 2 for model in (AHEAD, DEEPSEEK)]
+    assert counted[0] / counted[1] == pytest.approx((557 / 2139) / (961 / 3848), rel=0.005)
+    hybrid = replace(presets.model("qwen3-next-80b-a3b"), prediction_layers=2)
+    assert hybrid.kind_counts == (36, 12, 2) and hybrid.kinds[2].shape.mixer == "full" and hybrid.kinds[2].sparse
+
+
+def test_multi_token_prediction_is_on_the_last_stage():
+    for plan in (STAGES, replace(STAGES, schedule="interleaved", virtual_stages=2)):
+        stages = [layer_counts(model, stage_layout(plan)) for model in (AHEAD, DEEPSEEK)]
+        assert [sum(more) - sum(fewer) for more, fewer in zip(*stages, strict=True)] == [0] * 15 + [1]
+    v_shaped = stage_layout(replace(STAGES, schedule="zb-v", virtual_stages=2))
+    assert [counts[2] for counts in layer_counts(AHEAD, v_shaped)] == [1] + [0] * 15
+    more, fewer = memory(AHEAD, STAGES), memory(DEEPSEEK, STAGES)
+    for stage in range(1, 15):
+        assert more[stage].states == fewer[stage].states and more[stage].activations == fewer[stage].activations
+    # The stage has a table of tokens of its own, where it has neither the first layer nor tied embeddings.
+    layer = DEEPSEEK.layer_parameters(True) + 32 * DEEPSEEK.expert_weights + 3 * H + 2 * H * H
+    assert more[15].parameters - fewer[15].parameters == 2 * (layer + H * VOCAB)
+    one = Plan(dp=8, ep=8, zero=0, fsdp=False, global_batch=8)
+    assert memory(AHEAD, one)[0].parameters - memory(DEEPSEEK, one)[0].parameters == 2 * layer
+    tied, tied_ahead = (replace(model, tied_embeddings=True) for model in (LLAMA, LLAMA_AHEAD))
+    pair = Plan(pp=2, global_batch=2, fsdp=False)
+    layer = LLAMA.layer_parameters(False) + 3 * 4096 + 2 * 4096**2
+    assert memory(tied_ahead, pair)[1].parameters - memory(tied, pair)[1].parameters == 2 * layer
+
+
+def test_multi_token_prediction_keeps_the_inputs_of_its_projection_and_its_logits():
+    """Per token: a layer's activations, hidden vector and embedding, both normed; of the loss, input and output of the
+    norm, and the softmax, or the fp32 gradient of the output embedding."""
+    plan = Plan(global_batch=1)
+    layer = layer_activations(LLAMA, plan, "none")[0]
+    assert layer_activations(LLAMA_AHEAD, plan, "none") == (layer, layer + 8 * 4096)
+    assert layer_activations(LLAMA_AHEAD, plan, "full") == (2 * 4096, 2 * 2 * 4096)
+    tokens, logits = 8192, 8192 * 128256
+    for changes, more in (
+        ({}, 4 * logits),
+        ({"inplace_loss": True}, 2 * logits),
+        ({"fused_loss": True}, 4 * 4096 * 128256),
+    ):
+        found, alone = (memory(model, replace(plan, **changes))[0] for model in (LLAMA_AHEAD, LLAMA))
+        assert found.logits - alone.logits == more
+        working = found.logits - alone.logits  # what a layer needs beside freed logits
+        kept = tokens * (layer + 8 * 4096 + 4 * 4096)
+        assert kept - working <= found.activations - alone.activations <= kept
+
+
+def test_the_last_stage_takes_longer_and_gets_fewer_layers():
+    cluster = presets.cluster("h100x256")
+    more, fewer = (estimate(model, cluster, STAGES) for model in (AHEAD, DEEPSEEK))
+    assert 1.2 < more.step / fewer.step < 1.5
+    given = replace(STAGES, layers_per_chunk=(*[4] * 15, 1))
+    assert estimate(AHEAD, cluster, given).step < 1.05 * estimate(DEEPSEEK, cluster, given).step
+    # Layers of the stages as in Megatron-Bridge's recipe for DeepSeek-V3 with PP 16.
+    options = SearchOptions(tp=(1,), pp=(16,), ep=(8,), zero=(1,), schedules=("1f1b",), micro_batches=(1,), cp=(1,))
+    found = search(AHEAD, presets.cluster("h100x1024"), batch=4096, options=options, keep=1).best
+    assert found.plan.layers_per_chunk == given.layers_per_chunk
+    assert found.bubble_fraction < 0.25
+    # The loss and its sums are there twice.
+    plan = Plan(tp=8, sequence_parallel=True, fused_loss=True, global_batch=1)
+    sums = [
+        sum(t.count for t in communication(model, presets.cluster("h100x8"), plan) if t.collective == "reduce-scatter")
+        for model in (LLAMA, LLAMA_AHEAD)
+    ]
+    # Two in a layer and its backward pass each, that of the embedding and that of the loss.
+    assert sums == [4 * 32 + 2, 4 * 33 + 4]
+
+
+def test_who_writes_multi_token_prediction():
+    cluster = presets.cluster("h100x256")
+    assert "--mtp-num-layers 1" in export("megatron", AHEAD, cluster, STAGES).replace(" \\\n", " ")
+    assert "mtp" not in export("megatron", DEEPSEEK, cluster, STAGES)
+    assert "|t*3mL" in export("megatron", AHEAD, cluster, replace(STAGES, pp=16))
+    plan = Plan(dp=256, ep=8, zero=3, fused_loss=True, global_batch=2048)
+    assert "prediction_layers = 1" in export("parallel_ops", AHEAD, cluster, plan)
+    with pytest.raises(ValueError, match="predict the next token alone; prediction_layers must be 0"):
+        export("torchtitan", AHEAD, cluster, plan)
+    assert "torchtitan" in systems(DEEPSEEK, cluster, plan) and "torchtitan" not in systems(AHEAD, cluster, plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("prediction_layers=-1", "prediction_layers must be at least 0, got -1"),
+        ("prediction_layers=1.5", "--workload: prediction_layers must be an integer, got '1.5'"),
+        ("prediction_layers", "--workload: prediction_layers must be an integer, got ''"),
+        ("prediction_layers=1,prediction_layers=1", "--workload: prediction_layers is given twice"),
+        ("prediction_layer=1", "unknown field of --workload 'prediction_layer'; nearest: prediction_layers"),
+        ("", "unknown field of --workload ''"),
+    ],
+)
+def test_workloads_that_are_none_are_refused(text, error):
+    with pytest.raises(ValueError, match=error):
+        workload.with_fields(DEEPSEEK, text)
+
+
+def test_models_that_cannot_predict_further_tokens_are_refused():
+    for model in (presets.model("deepseek-v4-flash"), replace(LLAMA, lora_rank=8)):
+        with pytest.raises(ValueError, match="prediction_layers must be 0 with compressed attention"):
+            replace(model, prediction_layers=1)
+    for layers in (("mtp",), ("full", "mtp")):
+        with pytest.raises(ValueError, match="prediction_layers is their number"):
+            replace(LLAMA, layers=layers)
+
+
+def test_workloads_are_given_in_every_form(tmp_path, run):
+    assert workload.model("deepseek-v3", 4096, None, None, "prediction_layers=1") == AHEAD
+    fields = "num_layers = 4\nhidden_size = 64\nnum_heads = 4\nvocab_size = 512\nseq_length = 128\n"
+    for name, text in (
+        ("own.toml", f"{fields}prediction_layers = 1\n"),
+        (
+            "own.json",
+            "{"
+            + ", ".join(f'"{k}": {v}' for k, v in (line.split(" = ") for line in fields.splitlines()))
+            + ', "prediction_layers": 1}',
+        ),
+    ):
+        file = tmp_path / name
+        file.write_text(text)
+        assert inputs.model(str(file)).prediction_layers == 1
+    given = ["--cluster", "h100x8", "--batch", "64", "--plan", "zero=3", "--workload", "prediction_layers=1"]
+    assert "1 layer more on the last stage, with a loss each" in run("estimate", "--model", "llama3-8b", *given)[1]
