@@ -65,12 +65,12 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 demo: commands
 	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
-# All but whole runs; of the tests that compile or execute Triton kernels without a GPU, one case each.
+# All but whole runs and further plans; of the tests that compile or execute Triton kernels without a GPU, one case each.
 test: WORKERS := 3
 test: venv
 	$(TEST_ENV) $(PYTEST) -m "not runs"
 
-# Commands and examples from their start to their end.
+# Commands and examples from their start to their end, and the plans of training that `make test` leaves out.
 test-runs: venv
 	$(TEST_ENV) $(PYTEST) -m runs
 

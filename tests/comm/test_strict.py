@@ -80,10 +80,16 @@ PLANS = (
 )
 
 
-@MODES
 @pytest.mark.parametrize(
-    ("plan", "kind"), PLANS, ids=[" ".join(f"{k}={v}" for k, v in plan.items()) for plan, _ in PLANS]
-)
+    ("plan", "kind", "eager"),
+    [
+        pytest.param(
+            plan, kind, eager, id=" ".join(f"{k}={v}" for k, v in plan.items()) + ("-eager" if eager else "-lazy"),
+            marks=[pytest.mark.runs] * (eager == bool(number % 2)),
+        )
+        for number, (plan, kind) in enumerate(PLANS) for eager in (False, True)
+    ],
+)  # fmt: skip
 def test_steps_of_the_trainer(data, plan, kind, eager):
     """Two steps: first calls, and those behind them."""
     model = {**runs.MODELS[kind], "num_layers": 4 if plan.get("pp") else 2}

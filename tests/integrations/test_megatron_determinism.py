@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.runs
 def test_the_same_bits_on_every_run_and_after_a_restart():
     cases = list(CASES.values())
     first, again = ranks(2).run(trained.train, *cases), ranks(2).run(trained.train, *cases)

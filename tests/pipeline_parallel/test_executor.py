@@ -17,6 +17,7 @@ from support.ranks.interleaving import Group, World
 SECONDS = (0.03, 0.03, 0.06, 0.12)
 
 
+@pytest.mark.runs
 def test_bubbles_are_those_of_the_simulation():
     """Stages sleep; a machine in use wakes them late, so the best run counts, and the last ones sleep longer."""
     best = dict.fromkeys(SCHEDULES, 1.0)

@@ -139,6 +139,7 @@ def test_a_layer_that_sharding_makes_no_longer_has_no_copies():
     assert not {"gather_copies", "reduce_copies", "tp_copies"} & set(dict(cluster_of(alone, gpu, 1, "gloo").constants))
 
 
+@pytest.mark.runs
 def test_measured_machine_is_read_by_the_planner(tmp_path):
     path = tmp_path / "machine.json"
     cluster, measured = calibrate(path, 2, 0.3, TINY)

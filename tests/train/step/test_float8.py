@@ -34,6 +34,7 @@ def alone(data):
     return losses(data)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("linears", ["fp8_rowwise", "mxfp8"])
 def test_200_steps_reach_the_loss_of_bf16(data, linears):
     long = {"run": {"steps": 200}, "parallel": {"global_batch": 8, "micro_batch": 8}, "optimizer": {"lr": 3e-3}}
@@ -51,13 +52,13 @@ def test_data_parallel_ranks_are_as_one(data, zero):
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "sequence_parallel": False}, {"pp": 2, "layers_per_chunk": [1, 2]},
-     {"pp": 3, "schedule": "zb-h1"}, {"pp": 2, "dp": 2, "zero": 2, "layers_per_chunk": [1, 2], "schedule": "zb-h1"},
-     {"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}],
+    ("plan", "bias"),
+    [({"tp": 2, "sequence_parallel": True}, True), ({"tp": 2, "sequence_parallel": False}, False),
+     ({"pp": 2, "layers_per_chunk": [1, 2]}, False), ({"pp": 3, "schedule": "zb-h1"}, True),
+     ({"pp": 2, "dp": 2, "zero": 2, "layers_per_chunk": [1, 2], "schedule": "zb-h1"}, False),
+     ({"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}, True)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("bias", [False, True])
 def test_tensor_and_pipeline_parallel_ranks_are_as_one(data, plan, bias):
     model = MODEL | {"bias": bias}
     want = torch.tensor(runs.steps_of(0, settings_of(data, model=model)))
