@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from parallel_ops.layers import ParallelTransformerLayer
 from support.parallelism import pipeline
 from support.parallelism.layers import mesh_of, whole
-from support.parallelism.pipeline import LAYERS, Stage
+from support.parallelism.pipeline import LAYERS, Stage, weight_halves
 from support.ranks.distributed import ranks
 
 SCHEDULES: dict[str, Any] = {"interleaved": ScheduleInterleavedZeroBubble, "v": ScheduleZBVZeroBubble}
@@ -121,6 +121,7 @@ def halves_of_one_process(kind: str) -> dict[str, Tensor]:
     return {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
 
 
+@weight_halves
 @pytest.mark.parametrize("kind", pipeline.LAYERS)
 def test_a_split_backward_gives_the_gradients_of_a_whole_one(kind):
     whole = ranks(4).run(pipeline.step, "1f1b", False, kind)
@@ -155,6 +156,7 @@ def test_weight_gradients_that_a_queue_computes(schedule):
             torch.testing.assert_close(queued[0][name], grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@weight_halves
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", pipeline.LAYERS)
 def test_zero_bubble_schedules_over_fsdp_equal_one_process(kind, schedule):
@@ -170,6 +172,7 @@ def test_zero_bubble_schedules_over_fsdp_equal_one_process(kind, schedule):
     torch.testing.assert_close(reported[0], losses, rtol=1e-6, atol=0.0)
 
 
+@weight_halves
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @pytest.mark.parametrize("kind", pipeline.LAYERS)
 def test_weight_halves_read_no_parameter_that_fsdp_has_freed(kind, reshard_after_forward):

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops.tensor_parallel import DeferredWeightGradients, use_transport
 from support.parallelism.parallel_linear import OPS, Counting, leaf, normal
+from support.parallelism.pipeline import weight_halves
 from support.ranks.distributed import ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
@@ -81,7 +82,7 @@ def split_backward(rank: int, kind: str, handle: str, overlap: Any) -> tuple[lis
 
 
 @kinds
-@pytest.mark.parametrize("handle", ["autograd", "main_grad", "deferred"])
+@pytest.mark.parametrize("handle", [pytest.param("autograd", marks=weight_halves), "main_grad", "deferred"])
 @pytest.mark.parametrize("overlap", ["off", 2])
 def test_a_backward_computes_and_sends_what_is_asked_for(kind, handle, overlap):
     """By halves, as a pipeline schedule runs it, and for the input alone."""
@@ -171,13 +172,13 @@ def pipelined(rank: int, how: str) -> dict[str, Tensor]:
     return {f"{i}.{name}": p.grad for i, s in own.items() for name, p in s.named_parameters()}
 
 
-def test_a_zero_bubble_schedule_runs_the_halves_or_the_queue():
+@pytest.mark.parametrize("how", [pytest.param("split", marks=weight_halves), "queue"])
+def test_a_zero_bubble_schedule_runs_the_halves_or_the_queue(how):
     whole = pipelined(0, "whole")
-    for how in ("split", "queue"):
-        got = {name: grad for of_rank in ranks(2).run(pipelined, how) for name, grad in of_rank.items()}
-        assert got.keys() == whole.keys()
-        for name, grad in got.items():
-            torch.testing.assert_close(grad, whole[name], msg=f"{how}: {name}")
+    got = {name: grad for of_rank in ranks(2).run(pipelined, how) for name, grad in of_rank.items()}
+    assert got.keys() == whole.keys()
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, whole[name], msg=name)
 
 
 def test_a_queue_of_weight_gradients_says_what_it_cannot_do():

@@ -3,11 +3,13 @@
 import collections
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_input
 
+from parallel_ops import rms_norm
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
 from parallel_ops.tensor_parallel import DeferredWeightGradients
@@ -21,6 +23,20 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "sinks": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "attention_bias": True, "sink": True},
 }
+
+
+def _nodes_outlive_outputs() -> bool:
+    """False with torch 2.11: an edge to the node of a custom function does not keep it."""
+    node: Any = rms_norm(torch.ones(1, 8, requires_grad=True)).grad_fn
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
+
+
+weight_halves = pytest.mark.skipif(
+    not _nodes_outlive_outputs(), reason="torch's stage_backward_weight finds custom functions freed in torch 2.11"
+)
 
 
 class Stage(nn.Module):
@@ -84,7 +100,8 @@ def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[s
     x = torch.randn(4, 2, 32, requires_grad=True)
     y = layer(x)
     names = {_get_grad_fn_or_grad_acc(p): name for name, p in layer.named_parameters()}
-    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], layer.parameters())
+    # Another tensor than y, which thus keeps the graph: see _nodes_outlive_outputs.
+    _, groups = stage_backward_input([y * 1], [torch.ones_like(y)], [x], layer.parameters())
     chained = []
     for group in groups:
         reached, waiting = set(), [n for node in group["intermediates"] for n, _ in node.next_functions]
