@@ -123,7 +123,7 @@ def layer_costs(
     host = constants.host if work.cuda_graph == "none" else 0.0
     host += constants.expert_host if sparse and work.cuda_graph != "full" else 0.0
     host *= 1 + _SOFTMAX_LAUNCHES if softmax_falls_back(model, work) else 1
-    late = constants.expert_sync * host if sparse and work.dropless else 0.0
+    late = constants.expert_sync * host if sparse and not work.capacity_factor else 0.0
     if waits := constants.serial + late:
         passes += PassTimes(waits, backward * waits, 0.0)
     return launched(passes, exposed, host - late, backward), exposed

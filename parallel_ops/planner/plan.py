@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from parallel_ops.planner.checks import check_choice, check_counts, unknown
+from parallel_ops.planner.checks import check_choice, check_counts, check_figures, unknown
 from parallel_ops.planner.memory.recomputation import KINDS, check_recompute
 from parallel_ops.planner.precision import DTYPES, stored
 
@@ -69,8 +69,8 @@ class Plan:
         tp_overlap: tensor-parallel communication overlaps with the matmuls beside it, to the share that the
             software reaches (``Efficiency.tp_overlap``).
         ep_overlap: the all-to-alls of experts overlap with the computation of another micro-batch, as DualPipe's do.
-        dropless: experts compute all tokens that are routed to them, however many: the host waits for their number.
-            If False, each expert has a fixed capacity.
+        capacity_factor: rows of each expert, relative to equal loads: further tokens are dropped, missing ones padded.
+            0: experts compute all tokens that are routed to them, for whose number the host waits (dropless).
         cuda_graph: launches that CUDA graphs replace: ``"none"``, ``"attention"`` (attention, norms and router of a
             layer), or ``"full"`` (the whole step), so that nothing waits for the host.
         dispatcher: sends tokens to experts: ``"all_to_all"`` (a copy for each expert), ``"deepep"`` or ``"hybridep"``
@@ -120,7 +120,7 @@ class Plan:
     overlap: bool = True
     tp_overlap: bool = True
     ep_overlap: bool = False
-    dropless: bool = True
+    capacity_factor: float = 0.0
     cuda_graph: str = "none"
     dispatcher: str = "all_to_all"
     optimizer_barrier: bool = True
@@ -132,6 +132,7 @@ class Plan:
             self, ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch")
         )
         check_counts(self, ("expert_tp", "recompute_layers", "offload_layers"), at_least=0)
+        check_figures(self, ("capacity_factor",), zero=True)
         check_choice(self, "zero", (0, 1, 2, 3))
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all_to_all"))
@@ -247,6 +248,7 @@ class Plan:
         some = f" of {self.offload_layers} layers" if self.offload_layers else ""
         parts += [f"offload {self.offload}{some}"] if self.offload != "none" else []
         parts += [f"CUDA graph {self.cuda_graph}"] if self.cuda_graph != "none" else []
+        parts += [f"capacity {self.capacity_factor:g}"] if self.capacity_factor not in (0, 1) else []
         parts += [self.dispatcher] if self.dispatcher != "all_to_all" else []
         parts += ["no barrier"] if self.pp > 1 and not self.optimizer_barrier else []
         parts += ["input grad first"] if self.pp > 1 and self.input_grad_first else []
@@ -309,6 +311,11 @@ def parse_field(part: str, where: str, known: Iterable[str]) -> tuple[str, Any]:
         if not re.fullmatch(r"-?\d+", value):
             raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
         return name, int(value)
+    if isinstance(default, float):
+        try:
+            return name, float(value)
+        except ValueError:
+            raise ValueError(f"{where}: {name} must be a number, got {value!r}") from None
     if isinstance(default, tuple):
         if not re.fullmatch(r"\d+(:\d+)*", value):
             raise ValueError(f"{where}: {name} must be numbers separated by colons, got {value!r}")

@@ -37,9 +37,12 @@ def model_of(settings: Settings) -> Model:
 
 
 def counted_plan(settings: Settings) -> Plan:
-    """The plan with what ``recompute.offload`` keeps in host memory. The planner's has all activations of layers there,
-    which with full recomputation are their inputs; it counts nothing for the inputs of others."""
-    plan, own = settings.plan, settings.recompute
+    """The plan with the capacity of experts, and what ``recompute.offload`` keeps in host memory. The planner's has all
+    activations of layers there, which with full recomputation are their inputs; it counts nothing for the inputs of
+    others."""
+    plan, own, experts = settings.plan, settings.recompute, settings.config.experts
+    if experts is not None and experts.capacity_factor:
+        plan = replace(plan, capacity_factor=experts.capacity_factor)
     moved = own.offload == "all" or (own.offload == "inputs" and plan.recompute == "full" and own.every == 1)
     offload = {"none": "activations", "optimizer": "optimizer+activations"}.get(plan.offload)
     return replace(plan, offload=offload) if moved and offload else plan

@@ -93,7 +93,7 @@ FASTER = {
     ("deepseek-v3", "b200", 256): 4969,  # Megatron-Bridge 26.06: 256 GB200
 }
 # What a recipe says beside the division of its ranks.
-KEPT = ("grad_dtype", "activation_dtype", "inplace_loss", "cuda_graph", "dispatcher", "ep_overlap", "dropless")
+KEPT = ("grad_dtype", "activation_dtype", "inplace_loss", "cuda_graph", "dispatcher", "ep_overlap", "capacity_factor")
 
 
 @pytest.mark.parametrize(("name", "gpu", "gpus", "dtype"), RECIPES)

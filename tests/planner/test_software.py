@@ -139,14 +139,14 @@ def test_dropless_experts_wait_for_the_host_in_every_layer():
     cluster = presets.cluster("b200x8")
     plan = Plan(dp=8, ep=8, zero=1, dtype="fp8", grad_dtype="bf16", global_batch=512)
     found = efficiency("blackwell", CURRENT)
-    dropped, dropless = (step(replace(plan, dropless=on), QWEN, cluster) for on in (False, True))
+    dropped, dropless = (step(replace(plan, capacity_factor=factor), QWEN, cluster) for factor in (1.0, 0.0))
     # Some of it the GPU would have waited for launches anyway.
     assert 0 < dropless - dropped < 64 * 48 * 2 * (found.host + found.expert_host)
     assert step(plan, QWEN, cluster, expert_sync=0.0) == dropped
-    assert step(replace(plan, dropless=False), QWEN, cluster, expert_host=0.0) < dropped
+    assert step(replace(plan, capacity_factor=1.0), QWEN, cluster, expert_host=0.0) < dropped
     # In a graph of the whole step nothing waits for the host.
-    for on in (False, True):
-        graph = replace(plan, dropless=on, cuda_graph="full")
+    for factor in (1.0, 0.0):
+        graph = replace(plan, capacity_factor=factor, cuda_graph="full")
         assert step(graph, QWEN, cluster) == step(graph, QWEN, cluster, host=0.0, expert_host=0.0) < dropped
 
 
@@ -160,7 +160,7 @@ def test_a_graph_of_the_step_helps_dense_models_that_the_host_limits():
 def test_products_of_experts_with_few_rows_are_slower():
     """Measured on a B200: 128 rows reach about half of what 2,460 do (github.com/MooreThreads/SimuMax)."""
     cluster = presets.cluster("b200x8")
-    plan = Plan(dp=8, ep=8, zero=1, dropless=False, cuda_graph="full", micro_batch=1, global_batch=512)
+    plan = Plan(dp=8, ep=8, zero=1, capacity_factor=1.0, cuda_graph="full", micro_batch=1, global_batch=512)
     one_rate = [step(plan, QWEN, cluster, grouped_rows=0.0)]
     by_rows = [step(plan, QWEN, cluster)]
     for batch in (2, 8):

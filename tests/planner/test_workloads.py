@@ -1,4 +1,4 @@
-"""Workloads: multi-token prediction, against published sizes and counts by hand."""
+"""Workloads: multi-token prediction and uneven experts, against published sizes and counts by hand."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from parallel_ops.planner import Plan, SearchOptions, communication, estimate, m
 from parallel_ops.planner.cli import inputs, workload
 from parallel_ops.planner.export import export, systems
 from parallel_ops.planner.memory.activations import layer_activations
+from parallel_ops.planner.model.imbalance import dropped, rank_load
 from parallel_ops.planner.placement import layer_counts, stage_layout
 
 DEEPSEEK, LLAMA = presets.model("deepseek-v3"), presets.model("llama3-8b")
@@ -104,9 +105,94 @@ def test_who_writes_multi_token_prediction():
     assert "torchtitan" in systems(DEEPSEEK, cluster, plan) and "torchtitan" not in systems(AHEAD, cluster, plan)
 
 
+QWEN, NODES = presets.model("qwen3-30b-a3b"), presets.cluster("h100x16")
+SPREAD = Plan(dp=16, ep=16, zero=1, fsdp=False, global_batch=64)
+
+
+def test_the_fullest_rank_has_less_than_the_fullest_expert():
+    """Drawn loads: normal ones are met, skewed ones are more even over ranks than the formula says."""
+    numpy = pytest.importorskip("numpy")
+    draw = numpy.random.default_rng(0)
+    for experts, ranks in ((8, 2), (64, 8), (256, 8), (256, 64), (64, 64)):
+        for even, drawn in (
+            (True, 1 + 0.2 * draw.standard_normal((4000, experts))),
+            (False, draw.gamma(4, 1, (4000, experts))),
+        ):
+            loads = drawn / drawn.mean(1, keepdims=True)
+            imbalance = loads.max(1).mean()
+            fullest = loads.reshape(4000, ranks, -1).mean(2).max(1).mean() - 1
+            found = rank_load(imbalance, experts, ranks) - 1
+            assert found == pytest.approx(fullest, rel=0.05) if even else fullest * 0.999 < found < 1.5 * fullest
+            for capacity in (0.9, 1.0, 1.25):
+                lost = numpy.maximum(0, loads - capacity).mean()
+                of_formula = dropped(imbalance, experts, capacity)
+                assert of_formula == pytest.approx(lost, abs=0.006) if even else of_formula > lost
+    assert rank_load(1.0, 64, 8) == rank_load(2.0, 64, 1) == 1 and rank_load(8.0, 8, 2) == 2
+    assert (dropped(1.0, 64, 1.0), dropped(1.0, 64, 0.75)) == (0, 0.25)
+
+
+def test_the_fullest_rank_is_waited_for():
+    found = [estimate(replace(QWEN, expert_imbalance=m), NODES, SPREAD) for m in (1.0, 1.5, 2.0)]
+    load = replace(QWEN, expert_imbalance=2.0).expert_load(16, 0.0)
+    assert load == rank_load(2.0, 128, 16) and 1.2 < load < 1.3
+    even, some, more = (sum(t.seconds for t in each.transfers if t.group == "ep") for each in found)
+    sent = [sum(t.bytes for t in each.transfers if t.group == "ep") for each in found]
+    # It gets as much more in dispatch as it sends in combine.
+    assert even < some < more < load * even and sent[2] == pytest.approx(sent[0] * (1 + load) / 2)
+    assert found[0].compute < found[1].compute < found[2].compute < load * found[0].compute
+    assert all(one.model_flops == found[0].model_flops for one in found)
+    # Rows of experts, and what is dispatched to them, are kept; the rest is not more.
+    kept = [layer_activations(replace(QWEN, expert_imbalance=m), SPREAD, "none")[0] for m in (1.0, 2.0)]
+    rows = 8 * (2 * QWEN.hidden_size + 2 * 3 * QWEN.expert_ffn)
+    assert kept[1] - kept[0] == pytest.approx((load - 1) * rows)
+    # One rank has all experts.
+    alone = replace(SPREAD, ep=1)
+    assert estimate(replace(QWEN, expert_imbalance=2.0), NODES, alone).step == estimate(QWEN, NODES, alone).step
+
+
+def test_a_capacity_is_computed_whatever_the_imbalance():
+    roomy, even = (replace(SPREAD, capacity_factor=c) for c in (1.5, 1.0))
+    uneven = replace(QWEN, expert_imbalance=3.0)
+    for plan in (roomy, even):
+        assert estimate(uneven, NODES, plan).step == estimate(QWEN, NODES, plan).step
+        assert memory(uneven, plan) == memory(QWEN, plan)
+    assert estimate(QWEN, NODES, roomy).step > estimate(QWEN, NODES, even).step
+    assert memory(QWEN, roomy)[0].activations > memory(QWEN, even)[0].activations == memory(QWEN, SPREAD)[0].activations
+    sent = [sum(t.bytes for t in communication(QWEN, NODES, plan) if t.group == "ep") for plan in (roomy, even)]
+    assert sent[0] == 1.5 * sent[1]
+    assert "capacity 1.5" in roomy.describe() and Plan.parse(roomy.text) == roomy
+    text = export("megatron", QWEN, NODES, replace(roomy, expert_tp=0)).replace(" \\\n", " ")
+    assert "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity" in text
+    own = replace(roomy, fsdp=True, fused_loss=True)
+    assert "capacity_factor = 1.5" in export("parallel_ops", QWEN, NODES, own)
+    with pytest.raises(ValueError, match=r"its experts compute all tokens, not capacity_factor=1\.5"):
+        export("torchtitan", QWEN, NODES, own)
+
+
+def test_what_uneven_experts_cost_is_said(run):
+    given = ["estimate", "--model", "qwen3-30b-a3b", "--cluster", "h100x16", "--batch", "64"]
+    uneven = ["--workload", "expert_imbalance=2"]
+    out = " ".join(run(*given, "--plan", "ep=16,zero=1", *uneven)[1].split())
+    assert (
+        "the fullest has 2 of the mean tokens, so the fullest of 16 ranks, which the others wait for, has 1.24" in out
+    )
+    out = " ".join(run(*given, "--plan", "ep=16,zero=1,capacity_factor=1.25", *uneven)[1].split())
+    assert "a capacity of 1.25 drops 6.0% of the routed tokens, and 24.8% of the computed rows are padding" in out
+    assert "Experts:" not in run(*given, "--plan", "ep=16,zero=1")[1]
+    for value in ("-1", "nan", "inf", "x"):
+        for option in (["--plan", f"capacity_factor={value}"], ["--only", f"capacity_factor={value}"]):
+            code, _, err = run("estimate" if option[0] == "--plan" else "plan", *given[1:], *option)
+            assert code == 2 and "capacity_factor must be" in err
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("expert_imbalance=0", "expert_imbalance must be finite and positive, got 0"),
+        ("expert_imbalance=nan", "expert_imbalance must be finite and positive, got nan"),
+        ("expert_imbalance=0.9", r"between 1 and experts / experts_per_token \(32\), got 0.9"),
+        ("expert_imbalance=33", r"between 1 and experts / experts_per_token \(32\), got 33"),
+        ("expert_imbalance=a", "--workload: expert_imbalance must be a number, got 'a'"),
         ("prediction_layers=-1", "prediction_layers must be at least 0, got -1"),
         ("prediction_layers=1.5", "--workload: prediction_layers must be an integer, got '1.5'"),
         ("prediction_layers", "--workload: prediction_layers must be an integer, got ''"),
@@ -118,6 +204,11 @@ def test_who_writes_multi_token_prediction():
 def test_workloads_that_are_none_are_refused(text, error):
     with pytest.raises(ValueError, match=error):
         workload.with_fields(DEEPSEEK, text)
+
+
+def test_dense_models_have_no_imbalance():
+    with pytest.raises(ValueError, match=r"expert_imbalance must be 1 without experts, got 1\.5"):
+        replace(LLAMA, expert_imbalance=1.5)
 
 
 def test_models_that_cannot_predict_further_tokens_are_refused():

@@ -33,6 +33,7 @@ LATENT = {
     "latent": {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
 }
 DEEPSEEK = {**EXPERTS, "num_kv_heads": None, "latent": {**LATENT["latent"], "q_lora_rank": None}}
+ROOMY = {**EXPERTS, "experts": {**EXPERTS["experts"], "capacity_factor": 1.5}}
 AHEAD = {"prediction_layers": 1}
 # Model, plan, dtype, recomputation: every ZeRO stage, with and without accumulation, every dimension, both dtypes.
 CASES = [
@@ -58,6 +59,7 @@ CASES = [
     (LATENT, "tp=2,dp=2,zero=2,global_batch=4", "bf16", "none"),
     (LATENT, "tp=2,dp=2,zero=3,sequence_parallel=true,global_batch=4", "bf16", "full"),
     (DEEPSEEK, "tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,global_batch=4", "fp32", "selective"),
+    (ROOMY, "dp=4,ep=4,zero=1,global_batch=8", "bf16", "none"),
     (LLAMA | AHEAD, "dp=4,zero=2,global_batch=8", "bf16", "none"),
     (DEEPSEEK | AHEAD, "dp=4,ep=2,zero=3,global_batch=8", "bf16", "full"),
     (LLAMA | AHEAD, "tp=2,dp=2,zero=1,global_batch=4", "fp32", "none"),
@@ -66,7 +68,7 @@ CASES = [
 ]
 MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT, "deepseek": DEEPSEEK}
 IDS = [
-    f"{plan} {dtype} {recompute}" + " mtp" * ("prediction_layers" in model)
+    f"{plan} {dtype} {recompute}" + " mtp" * ("prediction_layers" in model) + " roomy" * (model is ROOMY)
     for model, plan, dtype, recompute in CASES
 ]  # fmt: skip
 # The weights of rows are 4 bytes beside thousands.

@@ -53,7 +53,8 @@ Workload = Annotated[
     str | None,
     typer.Option(
         "--workload",
-        help="Fields of the workload: prediction_layers=1 (multi-token prediction).",
+        help="Fields of the workload: prediction_layers=1 (multi-token prediction), expert_imbalance=1.3 (tokens of "
+        "the fullest expert over the mean).",
         show_default="none",
     ),
 ]

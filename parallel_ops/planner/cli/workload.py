@@ -6,10 +6,12 @@ from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.compute.documents import describe
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.model.imbalance import dropped
+from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
 
 # Fields of ``Model`` that --workload takes, and their types.
-FIELDS = {"prediction_layers": int}
+FIELDS = {"prediction_layers": int, "expert_imbalance": float}
 
 
 def model(name: str, sequence: int | None, documents: str | None, lora: str | None, workload: str | None) -> Model:
@@ -44,7 +46,7 @@ def with_fields(found: Model, text: str) -> Model:
 
 
 def sentences(found: Estimate) -> list[str]:
-    """What documents and multi-token prediction cost a plan; empty without them."""
+    """What documents, multi-token prediction and uneven experts cost a plan; empty without them."""
     shape, plan = found.model, found.plan
     lines = [describe(shape, plan.cp, plan.dp)]
     if layers := shape.prediction_layers:
@@ -54,4 +56,18 @@ def sentences(found: Estimate) -> list[str]:
             f"each: {(shape.parameters - alone.parameters) / 1e9:,.1f}B parameters, "
             f"{1 - alone.forward_flops / whole:.1%} of the FLOPs."
         )
+    if shape.expert_imbalance > 1 or plan.capacity_factor not in (0, 1):
+        lines.append(
+            f"Experts: the fullest has {shape.expert_imbalance:g} of the mean tokens, so {_experts(shape, plan)}."
+        )
     return [line for line in lines if line]
+
+
+def _experts(shape: Model, plan: Plan) -> str:
+    if not (capacity := plan.capacity_factor):
+        return f"the fullest of {plan.ep} ranks, which the others wait for, has {shape.expert_load(plan.ep, 0.0):.2f}"
+    lost = dropped(shape.expert_imbalance, shape.experts, capacity)
+    return (
+        f"a capacity of {capacity:g} drops {lost:.1%} of the routed tokens, and {1 - (1 - lost) / capacity:.1%} of the "
+        f"computed rows are padding"
+    )

@@ -100,13 +100,16 @@ def layer_traffic(
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan, work.dispatcher) / plan.tp
+        load = model.expert_load(plan.ep, work.capacity_factor)
+        routed *= load
         routed *= 0.75 if plan.dtype in FORMATS else 1.0  # dispatched in 8 bits, combined in 16
         routed *= (width + max(width, gradient_width(work))) / (2 * width)  # tokens leave in the dtype of parameters
         torus = cluster.topology == "torus"
         seconds = all_to_all_seconds(plan.ep, routed, link, torus=torus)
         # Kernels of DeepEP and HybridEP start where their first token has arrived.
         seconds += start_seconds(efficiency, plan.ep) if work.dispatcher == "all_to_all" else 0.0
-        sent = (plan.ep - 1) / plan.ep * routed
+        # The fullest rank gets as many tokens as it returns, and sends those of any rank.
+        sent = (plan.ep - 1) / plan.ep * routed * (1 if work.capacity_factor else (1 + load) / (2 * load))
         whole = "moe" in recomputed(plan.recompute, work.flash_attention)
         sent_again = recomputed_share(model, work.recompute_layers) if whole else again
         found.append((transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * sent_again))

@@ -49,7 +49,8 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
         rate = gpu.peak(work.dtype) * efficiency.fp8 * FORMATS[work.dtype].rate
         products = Engine(rate, bandwidth, gpu.multiprocessors)
     grouped = efficiency.grouped_fp8 if work.dtype in FORMATS else efficiency.grouped
-    spread = (work.ep, work.expert_shards, grouped, efficiency.grouped_rows) if sparse else None
+    load = model.expert_load(work.ep, work.capacity_factor)
+    spread = (work.ep, work.expert_shards, load, grouped, efficiency.grouped_rows) if sparse else None
     f, i, w = linear_seconds(model, products, work.dtype, work.tp, spread, tokens)
     scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
@@ -131,7 +132,8 @@ def _modules_again(
         whole = "mlp" in modules and model.has_mlp
         again += linears(list(linear_shapes(model, work.tp, tokens, sparse=False))[-2:]) if whole else 0.0
         return again + (activation if whole or "mlp_act" in modules else 0.0)
-    routed = model.experts_per_token / (model.experts_per_token + model.shared_experts)
+    routed = model.experts_per_token * spread[2]
+    routed /= routed + model.shared_experts
     experts, shared = modules & {"moe", "experts"}, modules & {"moe", "shared_experts"}
     if experts:
         grouped = expert_products(model, products, work.tp, spread, tokens)

@@ -24,7 +24,8 @@ def elementwise_bytes(
         # Three norms, and two tensors that are joined.
         around = around[0] + 10 * width * h / shard, around[1] + 13 * width * h / shard
     inputs = 2 if model.gated else 1
-    ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
+    routes = model.experts_per_token * model.expert_load(work.ep, work.capacity_factor) if sparse else 0
+    ffn = (routes + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
     ffn = ffn if model.has_mlp else 0
     activation = (inputs + 1) * width * ffn / work.tp, (2 * inputs + 1) * width * ffn / work.tp
     rotated = model.positions == "rotary" and model.mixer not in ("", "recurrent")
@@ -33,7 +34,6 @@ def elementwise_bytes(
         rotary = 2 * width * model.recurrent.moved
     elif model.mixer and model.attention_gate:
         rotary += 3 * width * model.value_width
-    routes = model.experts_per_token if sparse else 0
     routed = 4 * width * h * routes  # permute and combine
     around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
     if model.bias == "all":

@@ -11,8 +11,9 @@ from parallel_ops.planner.precision import FORMATS, stored
 
 # Rows, inputs, outputs and count of a linear.
 Shape = tuple[float, float, float, float]
-# Spread of experts: expert parallelism, tensor-parallel ranks of one, ``Efficiency.grouped`` and ``grouped_rows``.
-Spread = tuple[int, int, float, float]
+# Spread of experts: expert parallelism, tensor-parallel ranks of one, load of the fullest rank, ``Efficiency.grouped``
+# and ``grouped_rows``.
+Spread = tuple[int, int, float, float, float]
 
 
 def operand_width(dtype: str) -> float:
@@ -76,10 +77,10 @@ def adapted_shapes(model: Model, tp: int, tokens: float, sparse: bool) -> list[S
 
 
 def expert_products(model: Model, engine: Engine, tp: int, spread: Spread, tokens: float) -> list[tuple[Shape, Engine]]:
-    """The linears of the routed experts of one rank, with equally used experts, and the rate of their matmuls."""
-    ep, shards, rate, half = spread
+    """The linears of the routed experts of the fullest rank, each with as many rows, and the rate of their matmuls."""
+    ep, shards, load, rate, half = spread
     local = model.experts / ep
-    rows = tokens * shards / tp * model.experts_per_token / local
+    rows = tokens * shards / tp * model.experts_per_token * load / local
     grouped = engine._replace(flops=engine.flops * rate * rows / (rows + half))
     return [
         ((rows, model.hidden_size, (2 if model.gated else 1) * model.expert_ffn / shards, local), grouped),

@@ -52,7 +52,7 @@ class Work(NamedTuple):
     fused_loss: bool
     grad_bytes: int
     tp_overlap: bool
-    dropless: bool
+    capacity_factor: float
     cuda_graph: str
     dispatcher: str
 
@@ -78,7 +78,7 @@ def work_of(plan: Plan) -> Work:
         fused_loss=plan.fused_loss,
         grad_bytes=4 if "fp32" in (plan.grad_dtype, plan.dtype) else 2,
         tp_overlap=plan.tp_overlap,
-        dropless=plan.dropless,
+        capacity_factor=plan.capacity_factor,
         cuda_graph=plan.cuda_graph,
         dispatcher=plan.dispatcher,
     )

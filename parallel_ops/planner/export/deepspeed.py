@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
+from parallel_ops.planner.export.target import DROPLESS, PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
@@ -69,6 +69,7 @@ DEEPSPEED = ExportTarget(
     limits={
         **PLAIN_STATES,
         **PLAIN_EXPERTS,
+        **DROPLESS,
         "schedule": (("1f1b",), "its pipeline runs 1f1b"),
         "cp_kind": (("all_to_all",), "it has all-to-all context parallelism (Ulysses)"),
         "recompute": (("none", "full"), "it recomputes whole layers"),

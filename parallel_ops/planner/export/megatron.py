@@ -136,8 +136,8 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
             yield "--expert-tensor-parallel-size", str(plan.expert_shards)
         yield from _dispatcher(plan)
         yield from [("--overlap-moe-expert-parallel-comm",)] if plan.ep_overlap else []
-        if not plan.dropless:
-            yield "--moe-expert-capacity-factor", "1.0"
+        if plan.capacity_factor:
+            yield "--moe-expert-capacity-factor", str(plan.capacity_factor)
             yield ("--moe-pad-expert-input-to-capacity",)
         nodes = plan.expert_shards * plan.ep // cluster.node_size
         if model.expert_nodes and leaves_node(cluster, plan, "ep") and nodes > model.expert_nodes:

@@ -27,10 +27,10 @@ PLAIN_STATES: Limits = {
     "cuda_graph": (("none",), "its host launches the kernels of a step"),
     "offload_layers": ((0,), "it offloads the activations of all layers or of none"),
 }
+DROPLESS: Limits = {"capacity_factor": ((0,), "its experts compute all tokens")}
 PLAIN_EXPERTS: Limits = {
     "expert_tp": ((0,), "its experts have the tensor parallelism of the dense layers"),
     "ep_overlap": ((False,), "its experts wait for their tokens"),
-    "dropless": ((True,), "its experts compute all tokens"),
     "dispatcher": (("all_to_all",), "its experts have all-to-alls"),
 }
 

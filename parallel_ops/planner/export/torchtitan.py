@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
+from parallel_ops.planner.export.target import DROPLESS, PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import chunk_layers
 from parallel_ops.planner.plan import Plan
@@ -209,6 +209,7 @@ TORCHTITAN = ExportTarget(
     limits={
         **PLAIN_STATES,
         **PLAIN_EXPERTS,
+        **DROPLESS,
         "zero": ((0, 2, 3), "it shards gradients with the optimizer: ZeRO 0, 2 or 3"),
         "schedule": (tuple(SCHEDULES), f"it has {', '.join(SCHEDULES)}"),
         "cp_kind": (("ring",), "its context parallelism is a ring"),

@@ -58,13 +58,13 @@ def _models(model: Model) -> Iterator[str]:
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
-    elsewhere = {"dtype", "recompute", "fused_loss"}  # the loss is fused
+    elsewhere = {"dtype", "recompute", "capacity_factor", "fused_loss"}  # the loss is fused
     changed = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": 1000},
         "model": _shape(model),
         **({"model.latent": _latent(model.latent)} if model.latent else {}),
-        **({"model.experts": _experts(model)} if model.experts else {}),
+        **({"model.experts": _experts(model, plan)} if model.experts else {}),
         # Tokens of two bytes, the default, are too small for large vocabularies.
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
         **({"lora": {"rank": model.lora_rank, "alpha": 2.0 * model.lora_rank}} if model.lora_rank else {}),
@@ -129,7 +129,7 @@ def _latent(latent: LatentAttention) -> dict[str, Any]:
     }
 
 
-def _experts(model: Model) -> dict[str, Any]:
+def _experts(model: Model, plan: Plan) -> dict[str, Any]:
     """The fields of ``ExpertsConfig``."""
     return {
         "num_experts": model.experts,
@@ -137,6 +137,7 @@ def _experts(model: Model) -> dict[str, Any]:
         "ffn_hidden_size": model.expert_ffn,
         "shared_experts": model.shared_experts,
         "dense_layers": model.dense_layers,
+        **({"capacity_factor": plan.capacity_factor} if plan.capacity_factor else {}),
     }
 
 

@@ -14,17 +14,18 @@ from parallel_ops.planner.plan import Plan
 
 
 def _layer_bytes(
-    model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
-) -> float:
+    model: Model, sparse: bool, tp: int, shard: int, flash: bool, load: float, recompute: str, dtype: str,
+    kept_inputs: str,
+) -> float:  # fmt: skip
     h, unsharded, sharded = model.hidden_size, 0.0, 0.0
-    width = 4 if dtype == "fp32" else 2
+    width, routed = 4 if dtype == "fp32" else 2, model.experts_per_token * load
     # Bytes of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
     inputs = 1 if kept_inputs == "fp8" else width
     # Hidden vector, embedding, and both normed, which the projection before a layer of multi-token prediction joins.
     unsharded += 2 * (width + inputs) * h * model.ahead
     if recompute == "operators":
         # The input, every second of the matmuls Q, K, V, output, gate, up, down, and what attention keeps.
-        used = model.experts_per_token + model.shared_experts if sparse else model.has_mlp
+        used = routed + model.shared_experts if sparse else model.has_mlp
         ffn = (model.expert_ffn if sparse else model.ffn_hidden_size) * used
         products, scores = ffn + _mixer_inputs(model) + model.value_width * bool(model.mixer), 0
         if model.scored:
@@ -53,9 +54,9 @@ def _layer_bytes(
         sharded += per_ffn * model.ffn_hidden_size if model.has_mlp and "mlp" not in again else 0
     else:
         used = model.shared_experts if not again & {"moe", "shared_experts"} else 0
-        used += model.experts_per_token if not again & {"moe", "experts"} else 0
+        used += routed if not again & {"moe", "experts"} else 0
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
-        unsharded += inputs * h * model.experts_per_token if "moe" not in again else 0  # dispatched tokens
+        unsharded += inputs * h * routed if "moe" not in again else 0  # dispatched tokens
     return unsharded / shard + sharded / tp
 
 
@@ -72,18 +73,19 @@ def _mixer_inputs(model: Model) -> float:
 
 @lru_cache(maxsize=65536)
 def _all_layers(
-    model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
+    model: Model, tp: int, shard: int, flash: bool, load: float, recompute: str, dtype: str, kept_inputs: str
 ) -> tuple[float, ...]:
     if recompute == "full":
         kept = (4 if dtype == "fp32" else 2) * model.residual_streams * model.hidden_size / shard
         return tuple(kept * (1 + kind.shape.ahead) for kind in model.kinds)
-    return tuple(_layer_bytes(*kind, tp, shard, flash, recompute, dtype, kept_inputs) for kind in model.kinds)
+    return tuple(_layer_bytes(*kind, tp, shard, flash, load, recompute, dtype, kept_inputs) for kind in model.kinds)
 
 
 def layer_activations(model: Model, plan: Plan, recompute: str) -> tuple[float, ...]:
     """Bytes per token that a layer of each of ``Model.kinds`` keeps for the backward pass on one GPU under
     ``recompute``, on average if some layers have it."""
-    form = plan.tp, plan.tp if plan.sequence_parallel else 1, plan.flash_attention
+    load = model.expert_load(plan.ep, plan.capacity_factor)
+    form = plan.tp, plan.tp if plan.sequence_parallel else 1, plan.flash_attention, load
     found = _all_layers(model, *form, recompute, plan.dtype, plan.activation_dtype)
     share = recomputed_share(model, plan.recompute_layers)
     if recompute == "none" or share == 1:

@@ -64,14 +64,15 @@ def layer_work(model: Model, plan: Plan, tokens: float) -> float:
         total += largest * (gradient + (2 * width if plan.zero == 3 else 0))
     if model.frozen != "16bit":
         total += width * _largest_parameter(model, plan)  # converted to 16 bits
-    ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
+    routed = model.experts_per_token * model.expert_load(plan.ep, plan.capacity_factor)
+    ffn = model.expert_ffn * (routed + model.shared_experts) if sparse else model.ffn_hidden_size
     total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
     message = width * tokens * model.hidden_size
     total += 2 * message  # gradients of the input and of the output
     if plan.tp > 1 and plan.sequence_parallel:
         total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
     if plan.ep > 1:
-        total += 2 * message * model.experts_per_token / plan.tp  # dispatched and combined tokens
+        total += 2 * message * routed / plan.tp  # dispatched and combined tokens
     return total
 
 

@@ -29,6 +29,8 @@ class ModelFields:
         expert_ffn: width of each expert; 0 for ``ffn_hidden_size``.
         dense_layers: the first layers that have no experts.
         expert_nodes: the most nodes that a token is routed to; 0 for no limit.
+        expert_imbalance: tokens of the fullest expert over the mean, of a micro-batch over the ranks that share the
+            experts (MaxVio of arXiv:2408.15664, plus 1). 1: equally used.
         latent: latent attention in place of separate key and value projections.
         layers: kinds of consecutive layers (``mixers.KINDS``), repeated as often as the model has layers; empty for
             ``("window",)`` with a window, else ``("full",)``.
@@ -72,6 +74,7 @@ class ModelFields:
     expert_ffn: int = 0
     dense_layers: int = 0
     expert_nodes: int = 0
+    expert_imbalance: float = 1.0
     latent: LatentAttention | None = None
     layers: tuple[str, ...] = ()
     window: int = 0
@@ -92,6 +95,12 @@ class ModelFields:
         check_counts(self, (*widths, *experts, "window", "prediction_layers", "lora_rank"), at_least=0)
         check_counts(self, ("residual_streams",))
         check_figures(self, ("documents",), zero=True)
+        check_figures(self, ("expert_imbalance",))
+        # At most, every token is one expert's.
+        most = self.experts / self.experts_per_token if self.experts and self.experts_per_token else 1
+        if not 1 <= self.expert_imbalance <= most:
+            allowed = f"between 1 and experts / experts_per_token ({most:g})" if self.experts else "1 without experts"
+            raise ValueError(f"Model: expert_imbalance must be {allowed}, got {self.expert_imbalance}")
         check_choice(self, "bias", ("all", "qkv", "none"))
         check_choice(self, "norm", ("layer", "rms"))
         check_choice(self, "positions", ("learned", "rotary"))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel_ops.planner.model.fields import ModelFields
+from parallel_ops.planner.model.imbalance import rank_load
 from parallel_ops.planner.model.mixers import ATTENTION, KINDS, Linear
 
 
@@ -143,6 +144,11 @@ class LayerShape(ModelFields):
         scales."""
         n = self.residual_streams
         return (2 * n + n * n) * (n * self.hidden_size + 1) + 3 if n > 1 else 0
+
+    def expert_load(self, ep: int, capacity_factor: float) -> float:
+        """Rows that the experts of the fullest of ``ep`` ranks compute, over the mean. With a ``capacity_factor`` all
+        have as many, else those that ``expert_imbalance`` gives it."""
+        return capacity_factor or rank_load(self.expert_imbalance, self.experts, ep)
 
     def whole_keys(self, tp: int) -> int:
         """Parameters of keys and values that ``tp`` tensor-parallel ranks do not split: all, where heads are fewer."""

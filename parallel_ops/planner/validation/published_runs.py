@@ -94,7 +94,7 @@ _SYSTEMS = {
     "NeMo 25": _System(
         "megatron-bridge-2025",
         # Its recipes drop tokens in their performance mode (MegatronTokenDropCallback).
-        {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2, "dropless": False},
+        {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2, "capacity_factor": 1.0},
         _FP8,
     ),
     "NeMo AutoModel": _System(
@@ -217,7 +217,7 @@ def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, 
         fused_ops="eager" not in row["flags"] and "ds" not in row["flags"].split(),
         fused_loss=False,
         ep_overlap="all-to-all overlapped" in row["note"],
-        dropless="tokendrop" not in row["note"],
+        capacity_factor=1.0 if "tokendrop" in row["note"] else 0.0,
         tp_overlap="TP overlap off" not in row["note"],
         layers_per_chunk=_stages(model, pp * virtual_stages),
     )

@@ -12,11 +12,14 @@ from parallel_ops.ops.float8_recipes import RECIPES
 from parallel_ops.planner.plan import Plan, parse_fields
 from parallel_ops.train.settings.section import Count, Positive, Section, key_error
 
+# Fields of ``Plan`` that other sections have.
+_ELSEWHERE = ("dtype", "recompute", "capacity_factor")
+
 
 def _parallel_fields() -> dict[str, Any]:
     """The fields of ``Plan`` without those of other sections."""
     hints = typing.get_type_hints(Plan)
-    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in ("dtype", "recompute")}
+    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in _ELSEWHERE}
     # The trainer always fuses the loss with the output embedding.
     return found | {
         "fused_loss": (bool, True),
