@@ -34,8 +34,7 @@ from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel.batch_layout import layout_for
 from parallel_ops.context_parallel.cost import keys_sent
 from parallel_ops.context_parallel.schedule.blocks import pack_keys
-from parallel_ops.context_parallel.schedule.ring import KeyGradients, key_steps
-from parallel_ops.context_parallel.schedule.rows import Rows
+from parallel_ops.context_parallel.schedule.ring import KeyGradients, Rows, key_steps
 from parallel_ops.context_parallel.schedule.ulysses import Placement, attention_backward, attention_forward
 from parallel_ops.ops.attention.flash_attention import flash_attention
 from parallel_ops.ops.attention.options import AttentionOptions

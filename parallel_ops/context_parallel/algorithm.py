@@ -1,35 +1,28 @@
-"""The algorithm of an attention over a sequence that ranks share: the one named, or the fastest according to ``cost``.
-
-The arguments that place tokens on ranks are checked here as well, since the algorithms depend on them.
-"""
+"""The algorithm of an attention over a sequence that ranks share: the one named, or the fastest by ``cost``."""
 
 import os
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.distributed.groups import group_rank, group_size
+from parallel_ops._internal.distributed.groups import group_size
 from parallel_ops.comm.device_rates import rates_of
+from parallel_ops.context_parallel.calls import check_placement
 from parallel_ops.context_parallel.cost import Algorithm, Link
 from parallel_ops.context_parallel.counts import AttentionShape
 from parallel_ops.context_parallel.layouts import Layout
+from parallel_ops.context_parallel.schedule.ulysses import NAME
 from parallel_ops.context_parallel.selection import Selection, select
-from parallel_ops.context_parallel.token_ranges import LAYOUTS, layout_name, lengths, ranks_on_nodes
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, ranks_on_nodes
 from parallel_ops.ops.attention.cache import known_on_host, once
 from parallel_ops.ops.attention.options import AttentionOptions
 
-NAME = "ring_attention"
-
-AlgorithmName = Literal["auto", "ring", "all_to_all", "hybrid", "all_gather"]
 # The share of the rate of large GEMMs that attention kernels reach, assumed.
 _GEMM_SHARE = 0.75
 # Tokens per rank for which an algorithm is selected while a graph is compiled.
 _COMPILED_TOKENS = 8192
-
-_ALGORITHMS = ("auto", "ring", "all_to_all", "hybrid", "all_gather")
 
 
 def ring_attention_algorithm(
@@ -60,36 +53,6 @@ def ranks_per_node(group: ProcessGroup) -> int:
     if not local.isdecimal() or not int(local):
         return 1
     return ranks_on_nodes(dist.get_process_group_ranks(group), int(local))
-
-
-def check_placement(
-    q: Tensor, group: ProcessGroup | None, cp_layout: str, algorithm: str, length: int | None,
-    ulysses_degree: int | None,
-) -> None:  # fmt: skip
-    """Raises for arguments that are wrong on this rank alone; also in a group of one rank."""
-    kind = layout_name(cp_layout, NAME)
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
-    if ulysses_degree is not None:
-        if not isinstance(ulysses_degree, int) or isinstance(ulysses_degree, bool):
-            raise TypeError(f"{NAME}: ulysses_degree must be an int or None, got {type(ulysses_degree).__name__}")
-        if algorithm != "hybrid":
-            raise ValueError(
-                f'{NAME}: ulysses_degree is for algorithm="hybrid", got {ulysses_degree} with {algorithm!r}'
-            )
-    if length is None or torch.compiler.is_compiling():
-        return
-    if not isinstance(length, int) or isinstance(length, bool):
-        raise TypeError(f"{NAME}: length must be an int or None, got {type(length).__name__}")
-    if length < 0:
-        raise ValueError(f"{NAME}: length must not be negative, got {length}")
-    size, rank = group_size(group), group_rank(group)
-    own = lengths(cp_layout, length, size)[rank]
-    if q.shape[0] != own:
-        raise ValueError(
-            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {kind} layout, but q has "
-            f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
-        )
 
 
 def _shape(

@@ -32,16 +32,11 @@ from parallel_ops._internal.tensor_format import TensorFormat, from_sbhd, to_sbh
 from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors
 from parallel_ops.comm.transport.registry import transport_of
-from parallel_ops.context_parallel.algorithm import (
-    NAME,
-    AlgorithmName,
-    check_placement,
-    ranks_per_node,
-    select_algorithm,
-)
-from parallel_ops.context_parallel.calls import balanced_for, check_calls
+from parallel_ops.context_parallel.algorithm import ranks_per_node, select_algorithm
+from parallel_ops.context_parallel.calls import AlgorithmName, balanced_for, check_calls, check_placement
 from parallel_ops.context_parallel.layouts import Layout, SequenceLayout, named_layout
 from parallel_ops.context_parallel.schedule.ulysses import (
+    NAME,
     Placement,
     attention_backward,
     attention_forward,
@@ -206,10 +201,10 @@ def ring_attention_reference(
 @communicates
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     options, placement = _split(arguments)
-    check_calls(q, k, v, options, placement, arguments[-1])
     group = resolve_group(placement.group)
-    rest = placement, transport_of(group, q.device), options
-    return attention_forward(*rest, q, k, v, ranks_per_node=ranks_per_node(group))
+    transport, nodes = transport_of(group, q.device), ranks_per_node(group)
+    check_calls(q, k, v, options, placement, transport, nodes, arguments[-1])
+    return attention_forward(placement, transport, options, q, k, v, ranks_per_node=nodes)
 
 
 @communicates

@@ -10,6 +10,7 @@ from parallel_ops.context_parallel.cost import Link
 from parallel_ops.context_parallel.counts import AttentionShape
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.selection import select_layout
+from parallel_ops.context_parallel.token_ranges import documents_error
 from parallel_ops.ops.attention.cache import on_host, once
 
 # Keys before and after a query's own place that it sees, ``None`` for all; and the number of layers.
@@ -56,13 +57,6 @@ def layout_for(
         return SequenceLayout(length, ranks, balanced(masks, ranks, weights=weights))
 
     return once(host, ("layout", ranks, cuts), placed)
-
-
-def documents_error(bounds: tuple[int, ...], length: int) -> str | None:
-    """The reason why documents cannot start at these tokens, or ``None``."""
-    if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == length and sorted(bounds) == list(bounds):
-        return None
-    return f"cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {bounds}"
 
 
 @functools.lru_cache(maxsize=64)

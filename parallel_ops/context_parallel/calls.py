@@ -1,22 +1,55 @@
-"""Checks of a call of ring attention: its layout, and that all ranks make the same call."""
+"""Checks of a call of ring attention: its placement on ranks, and that all ranks make the same call."""
 
 import zlib
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.distributed.compat import resolve_group
+from parallel_ops._internal.distributed.groups import group_rank, group_size
 from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
-from parallel_ops.comm.transport.base import in_flight
-from parallel_ops.comm.transport.registry import transport_of
-from parallel_ops.context_parallel.algorithm import NAME, ranks_per_node
-from parallel_ops.context_parallel.batch_layout import documents_error, layout_for
+from parallel_ops.comm.transport.base import Transport, in_flight
+from parallel_ops.context_parallel.batch_layout import layout_for
 from parallel_ops.context_parallel.cost import Algorithm
-from parallel_ops.context_parallel.schedule.ulysses import Placement
-from parallel_ops.context_parallel.token_ranges import lengths
+from parallel_ops.context_parallel.schedule.ulysses import NAME, Placement
+from parallel_ops.context_parallel.token_ranges import documents_error, layout_name, lengths
 from parallel_ops.ops.attention.cache import once
 from parallel_ops.ops.attention.options import AttentionOptions
+
+AlgorithmName = Literal["auto", "ring", "all_to_all", "hybrid", "all_gather"]
+_ALGORITHMS: tuple[str, ...] = get_args(AlgorithmName)
+
+
+def check_placement(
+    q: Tensor, group: ProcessGroup | None, cp_layout: str, algorithm: str, length: int | None,
+    ulysses_degree: int | None,
+) -> None:  # fmt: skip
+    """Raises for arguments that are wrong on this rank alone; also in a group of one rank."""
+    kind = layout_name(cp_layout, NAME)
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+    if ulysses_degree is not None:
+        if not isinstance(ulysses_degree, int) or isinstance(ulysses_degree, bool):
+            raise TypeError(f"{NAME}: ulysses_degree must be an int or None, got {type(ulysses_degree).__name__}")
+        if algorithm != "hybrid":
+            raise ValueError(
+                f'{NAME}: ulysses_degree is for algorithm="hybrid", got {ulysses_degree} with {algorithm!r}'
+            )
+    if length is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise TypeError(f"{NAME}: length must be an int or None, got {type(length).__name__}")
+    if length < 0:
+        raise ValueError(f"{NAME}: length must not be negative, got {length}")
+    size, rank = group_size(group), group_rank(group)
+    own = lengths(cp_layout, length, size)[rank]
+    if q.shape[0] != own:
+        raise ValueError(
+            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {kind} layout, but q has "
+            f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
+        )
 
 
 def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
@@ -31,11 +64,11 @@ def balanced_for(options: AttentionOptions, length: int, size: int) -> str:
 
 
 def check_calls(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, placement: Placement, gradients: bool
-) -> None:
-    """Raises on all ranks unless all make the same call."""
-    group = resolve_group(placement.group)
-    transport, size = transport_of(group, q.device), group.size()
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, placement: Placement, transport: Transport, nodes: int,
+    gradients: bool,
+) -> None:  # fmt: skip
+    """Raises on all ranks unless all make the same call; ``nodes``: ranks of each node."""
+    group, size = resolve_group(placement.group), transport.size
     # Only on a CPU can values be read without waiting for a device.
     cu_seqlens, ranges, seed = (
         None if t is None or t.is_cuda else t for t in (options.cu_seqlens, options.key_ranges, options.dropout_seed)
@@ -55,7 +88,7 @@ def check_calls(
         *tensors,
         gradients,
         options.known_on_host,
-        nodes := ranks_per_node(group),
+        nodes,
     )  # no name of the group
     of_values = "" if v.shape[3] == q.shape[3] else f" with values of {v.shape[3]}"
     window = tuple(-1 if n is None else n for n in (options.left, options.right))

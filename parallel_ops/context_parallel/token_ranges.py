@@ -127,6 +127,13 @@ def lengths(layout: str, length: int, ranks: int) -> tuple[int, ...]:
     return tuple(count_tokens(shard_ranges(layout, length, ranks, rank)) for rank in range(ranks))
 
 
+def documents_error(bounds: tuple[int, ...], length: int) -> str | None:
+    """The reason why documents cannot start at these tokens, or ``None``."""
+    if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == length and sorted(bounds) == list(bounds):
+        return None
+    return f"cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {bounds}"
+
+
 def count_tokens(ranges: Sequence[TokenRange]) -> int:
     return sum(part.length for part in ranges)
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops._internal.distributed.groups import group_device
 from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
-from parallel_ops.context_parallel.algorithm import AlgorithmName, link_of, ranks_per_node
+from parallel_ops.context_parallel.algorithm import link_of, ranks_per_node
 from parallel_ops.context_parallel.batch_layout import Heads, layout_for
+from parallel_ops.context_parallel.calls import AlgorithmName
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.context_parallel.token_ranges import lengths
 from parallel_ops.layers.core_attention import CoreAttention

@@ -27,8 +27,8 @@ from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops._internal.dropout import seed_generators
 from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.context_parallel import SequenceLayout
-from parallel_ops.context_parallel.algorithm import AlgorithmName
 from parallel_ops.context_parallel.batch_layout import Heads
+from parallel_ops.context_parallel.calls import AlgorithmName
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.layers import VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from parallel_ops._internal.distributed.compat import replicate
 from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.context_parallel.algorithm import AlgorithmName
+from parallel_ops.context_parallel.calls import AlgorithmName
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.layers.experts import Experts, divide, experts_of, shard_experts
 from parallel_ops.layers.linear_base import ParallelLinear

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Exchange, Receive, Send, Transport
-from parallel_ops.context_parallel.algorithm import NAME
 from parallel_ops.context_parallel.schedule.blocks import unpack_keys
-from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
-from parallel_ops.context_parallel.schedule.rows import Rows, joined
+from parallel_ops.context_parallel.schedule.ring import Ring, Rows, joined, ring_backward, ring_forward
 from parallel_ops.context_parallel.token_ranges import (
     count_tokens,
     layout_name,
@@ -26,9 +24,10 @@ from parallel_ops.context_parallel.token_ranges import (
     shard_ranges,
     ulysses_ranks,
 )
-from parallel_ops.ops.attention.block import attention_gradient_rows, attention_sink_gradient
-from parallel_ops.ops.attention.flash_attention import with_unit_last_stride
+from parallel_ops.ops.attention.block import attention_gradient_rows, attention_sink_gradient, with_unit_last_stride
 from parallel_ops.ops.attention.options import AttentionOptions
+
+NAME = "ring_attention"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ def dropout_keep_mask(dropout: Dropout, batch: int, heads: int, sq: int, sk: int
     return words.gather(0, (key & 3).expand(words.shape[1:])[None])[0] >= threshold(dropout.p)
 
 
+def with_unit_last_stride(t: Tensor) -> Tensor:
+    """``t``, or a copy of it whose elements of a head are adjacent in memory, as block ops need them."""
+    return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
+
+
 def block_attention(
     q: Tensor,
     k: Tensor,

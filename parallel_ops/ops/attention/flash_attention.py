@@ -30,6 +30,7 @@ from parallel_ops.ops.attention.block import (
     begin_carry,
     block_attention,
     merge_block,
+    with_unit_last_stride,
 )
 from parallel_ops.ops.attention.flops import flops, flops_of_backward
 from parallel_ops.ops.attention.options import (
@@ -258,11 +259,6 @@ def backward(
     if options.sink is not None:
         dsink.copy_(attention_sink_gradient(options.sink, rows))
     return gradients
-
-
-def with_unit_last_stride(t: Tensor) -> Tensor:
-    """``t``, or a copy of it whose elements of a head are adjacent in memory, as block ops need them."""
-    return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

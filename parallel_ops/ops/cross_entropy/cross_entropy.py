@@ -32,9 +32,10 @@ from parallel_ops._internal.dispatch.registration import register
 from parallel_ops.ops.cross_entropy.kernels import (
     LossStatistics,
     combine,
-    empty_outputs,
-    gradient,
+    logits_backward,
+    outputs,
     reduced,
+    setup_context,
     statistics,
     statistics_of,
 )
@@ -177,10 +178,6 @@ def cross_entropy_reference(
     return loss.sum() / torch.where(divisor == 0, 1, divisor)
 
 
-def outputs(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    return empty_outputs(logits, target, class_weight, LossOptions(*arguments[:6]))
-
-
 def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """(loss, column, saved, divisor) on CUDA."""
     options = LossOptions(*arguments[:6])
@@ -190,25 +187,11 @@ def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *argume
     return loss.view(target.shape) if options.per_row else loss, column, saved, divisor
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Formula of every op of logits: inputs begin with logits, target, class_weight, the options, inplace_backward."""
-    logits, _, class_weight, *arguments = inputs
-    _, column, saved, divisor = output
-    ctx.mark_non_differentiable(column, saved, divisor)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, class_weight, column, saved, divisor)
-    ctx.options, ctx.inplace, ctx.arguments = LossOptions(*arguments[:6]), arguments[6], len(inputs)
-
-
-def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * ctx.arguments
-    logits, class_weight, column, saved, divisor = ctx.saved_tensors
-    divisor = None if ctx.options.per_row else divisor
-    dlogits = gradient(grad, logits, class_weight, column, saved, divisor, ctx.options, inplace=ctx.inplace)
-    return dlogits, *(None,) * (ctx.arguments - 1)
-
-
 cross_entropy_op = register(
-    "cross_entropy", outputs=outputs, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
+    "cross_entropy",
+    outputs=outputs,
+    cuda=forward,
+    setup_context=setup_context,
+    backward=logits_backward,
+    differentiable=1,
 )

@@ -4,6 +4,8 @@
     combine      the statistics of all shards, in shard order, to loss and what the gradient needs
     gradient     the gradient of this shard's logits, in a new tensor or over the logits
 
+The ops of logits, whole or sharded, share ``outputs``, ``setup_context`` and ``logits_backward``.
+
 ``column`` holds each row's target as a column of this shard, or a constant of ``options.py``. Saved for backward are,
 per row, max, log of the sum of exponentials and target logit[, count of logits[, w_t, sum of w]].
 """
@@ -121,6 +123,29 @@ def _is_memory(t: Tensor) -> bool:
     Its tensors are of a subclass; torch.compiler.is_compiling() is no sign of it in an autograd formula in torch 2.11.
     """
     return type(t) in (Tensor, torch.nn.Parameter)
+
+
+def outputs(logits: Tensor, target: Tensor, class_weight: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    return empty_outputs(logits, target, class_weight, LossOptions(*arguments[:6]))
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Formula of every op of logits: inputs begin with logits, target, class_weight, the options, inplace_backward."""
+    logits, _, class_weight, *arguments = inputs
+    _, column, saved, divisor = output
+    ctx.mark_non_differentiable(column, saved, divisor)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, class_weight, column, saved, divisor)
+    ctx.options, ctx.inplace, ctx.arguments = LossOptions(*arguments[:6]), arguments[6], len(inputs)
+
+
+def logits_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * ctx.arguments
+    logits, class_weight, column, saved, divisor = ctx.saved_tensors
+    divisor = None if ctx.options.per_row else divisor
+    dlogits = gradient(grad, logits, class_weight, column, saved, divisor, ctx.options, inplace=ctx.inplace)
+    return dlogits, *(None,) * (ctx.arguments - 1)
 
 
 def statistics_outputs(

@@ -34,11 +34,8 @@ from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels
 from parallel_ops.ops.cross_entropy.cross_entropy import (
     CrossEntropyArguments,
-    backward,
     cross_entropy_impl,
     cross_entropy_op,
-    outputs,
-    setup_context,
 )
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions, check_logits
 
@@ -136,8 +133,9 @@ def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *argume
 
 
 _op = register(
-    _NAME, outputs=outputs, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=1
-)
+    _NAME, outputs=kernels.outputs, cpu=forward, cuda=forward, setup_context=kernels.setup_context,
+    backward=kernels.logits_backward, differentiable=1,
+)  # fmt: skip
 
 
 def row_losses(
