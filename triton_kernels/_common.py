@@ -42,6 +42,10 @@ def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:
     return t, rows, cols, stride
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 def _row_stride(t: Tensor) -> int | None:
     """The distance between consecutive rows, if the leading dimensions merge into one and columns are adjacent."""
     if t.stride(-1) != 1 and t.shape[-1] != 1:

@@ -10,8 +10,9 @@ triton = pytest.importorskip("triton")
 from benchmarks.gpu_model.cases import benchmark  # noqa: E402
 from benchmarks.gpu_model.facts import launched  # noqa: E402
 from parallel_ops import bias_dropout_add, bias_gelu, bias_swiglu, layer_norm, rms_norm, route  # noqa: E402
-from parallel_ops.triton_kernels import _finish, activations  # noqa: E402
+from parallel_ops.triton_kernels import _finish  # noqa: E402
 from parallel_ops.triton_kernels import bias_dropout_add as dropout_kernels  # noqa: E402
+from parallel_ops.triton_kernels.activations import activations  # noqa: E402
 from parallel_ops.triton_kernels.experts import route as route_kernels  # noqa: E402
 from parallel_ops.triton_kernels.norms import backward as norm_backward  # noqa: E402
 from ptx.execution import executed, ops_launch_kernels  # noqa: E402

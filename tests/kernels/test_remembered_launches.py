@@ -5,8 +5,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from parallel_ops.triton_kernels import _launch, activations, bias_dropout_add, rotary_embedding, sum_partials  # noqa: E402
-from parallel_ops.triton_kernels.attention import flash_attention  # noqa: E402
+from parallel_ops.triton_kernels import _launch, bias_dropout_add, rotary_embedding, sum_partials  # noqa: E402
+from parallel_ops.triton_kernels.activations import activations  # noqa: E402
+from parallel_ops.triton_kernels.attention import flash_attention, merge  # noqa: E402
 from parallel_ops.triton_kernels.experts import permute  # noqa: E402
 from parallel_ops.triton_kernels.norms import backward, forward  # noqa: E402
 from support.transports import launch_driver  # noqa: E402
@@ -47,7 +48,7 @@ def attention():
     tensors = grad, q, k, v, rows, dq, dk, dv, None, None, None, out, statistics
     yield flash_attention._backward, tensors, {"accumulate_dq": False, **options}
     block, lse = t(40, 1, 4, 64), t(1, 4, 40, dtype=torch.float32)
-    yield flash_attention.merge, (block, lse, t(40, 1, 4, 64, dtype=torch.float32), statistics), {}
+    yield merge.merge, (block, lse, t(40, 1, 4, 64, dtype=torch.float32), statistics), {}
 
 
 def other():

@@ -13,12 +13,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, unit_of
+from parallel_ops.triton_kernels._common import cdiv
 from parallel_ops.triton_kernels._launch import launch, remembered, temporary
-from parallel_ops.triton_kernels.attention.backward import _keys_kernel, _queries_kernel, _rows_kernel
+from parallel_ops.triton_kernels.attention.backward import _keys_kernel, _queries_kernel
 from parallel_ops.triton_kernels.attention.forward import _forward_kernel
-from parallel_ops.triton_kernels.attention.grids import group_splits, section_of
-from parallel_ops.triton_kernels.attention.merge import _merge_kernel, _sum_kernel
+from parallel_ops.triton_kernels.attention.grids import dims_of, group_splits, hints_of, section_of, strides_of
+from parallel_ops.triton_kernels.attention.merge import sum_parts
+from parallel_ops.triton_kernels.attention.rows import gradient_rows
 from parallel_ops.triton_kernels.attention.tiles import Tile, Tiles, tiles
 
 _LOG2_E = 1.4426950408889634
@@ -92,15 +93,6 @@ def _draws(dropout: Dropout | None) -> tuple[Tensor | None, _Draws]:
     return dropout.seed if draws.drawn else None, draws
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(t.stride(axis) for t in tensors for axis in (0, 1, 2))
-
-
-def _hints(strides: tuple[int, ...]) -> dict[str, int | bool]:
-    """A divisor of all strides, and whether offsets within a tile of up to 512 tokens take more than 32 bits."""
-    return {"UNIT": unit_of(*strides), "WIDE": max(strides) >= 2**22}
-
-
 def _factors(q: Tensor, scale: float, softcap: float) -> tuple[bool, float, float]:
     """(16-bit data, the factor of q.k, the cap), in the units of ``_attention.exponential``."""
     fast = q.dtype is not torch.float32
@@ -128,15 +120,6 @@ def _tiles(q: Tensor, v: Tensor, softcap: float, draws: _Draws, spans: Tensor | 
         max(q.shape[3], v.shape[3]), q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.drawn,
         spans=spans is not None, merge=merge,
     )  # fmt: skip
-
-
-def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Elements of a row of q and k, and of v and the output; padded, for matmuls of at least 16."""
-    dims, dims_v = q.shape[3], v.shape[3]
-    return {
-        "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)),
-        "DIMS_V": dims_v, "BLOCK_DIMS_V": max(16, next_power_of_2(dims_v)),
-    }  # fmt: skip
 
 
 def _options(t: Tile) -> dict[str, int]:
@@ -168,7 +151,7 @@ def _forward(
     fast, factor, cap = _factors(q, scale, softcap)
     t = _tiles(q, v, softcap, draws, spans, merge).forward
     low, high = _bounds(left, right, queries, keys)
-    strides = _strides(q, k, v, out)
+    strides = strides_of(q, k, v, out)
     blocks, pairs, group = cdiv(queries, t.queries), heads * batch, heads // kv_heads
     section = section_of(pairs, _bytes_of_a_head(k, v), group)
     launch(
@@ -176,9 +159,9 @@ def _forward(
         q, k, v, out, statistics, spans, seed, queries, keys, heads, group, blocks, pairs, section, low, high,
         factor, cap,
         *draws, None if spans is None else spans.stride(0), *strides, *statistics.stride()[:3],
-        **_dims(q, v), MERGE=merge,
+        **dims_of(q, v), MERGE=merge,
         HAS_LOW=left is not None or spans is not None, CAPPED=softcap > 0.0, SIGNED=softcap <= 0.0 and scale <= 0.0,
-        FAST=fast, PRECISION=precision, **_hints(strides), **draws.options, **_options(t),
+        FAST=fast, PRECISION=precision, **hints_of(strides), **draws.options, **_options(t),
     )  # fmt: skip
 
 
@@ -211,7 +194,7 @@ def _backward(
     (queries, batch, heads), (keys, kv_heads) = q.shape[:3], k.shape[0:3:2]
     fast, factor, cap = _factors(q, scale, softcap)
     common = {
-        **_dims(q, v), "CAPPED": softcap > 0.0, "FAST": fast, "PRECISION": precision, **draws.options,
+        **dims_of(q, v), "CAPPED": softcap > 0.0, "FAST": fast, "PRECISION": precision, **draws.options,
     }  # fmt: skip
     group = heads // kv_heads
     if k.numel():
@@ -223,7 +206,7 @@ def _backward(
         if splits > 1:
             shapes = ((splits * batch, kv_heads, keys, gradient.shape[3]) for gradient in (dk, dv))
             parts = [temporary(functools.partial(_part, shape, k.device)) for shape in shapes]
-        strides = _strides(grad_out, q, k, v, *parts)
+        strides = strides_of(grad_out, q, k, v, *parts)
         pairs = splits * kv_heads * batch
         launch(
             _keys_kernel, (blocks * pairs,),
@@ -232,14 +215,14 @@ def _backward(
             low, high, factor, cap, scale,
             *draws, None if query_spans is None else query_spans.stride(0), *strides, *rows.stride()[:3],
             HAS_LOW=right is not None or query_spans is not None,
-            HAS_HIGH=left is not None or query_spans is not None, **_hints(strides), **common, **_options(t),
+            HAS_HIGH=left is not None or query_spans is not None, **hints_of(strides), **common, **_options(t),
         )  # fmt: skip
         if splits > 1:
-            _sum_parts(parts, dk, dv, splits)
+            sum_parts(parts, dk, dv, splits)
     if q.numel():
         t = _tiles(q, v, softcap, draws, spans, accumulate_dq).queries
         low, high = _bounds(left, right, queries, keys)
-        strides = _strides(grad_out, q, k, v, dq)
+        strides = strides_of(grad_out, q, k, v, dq)
         blocks, pairs = cdiv(queries, t.queries), heads * batch
         launch(
             _queries_kernel, (blocks * pairs,),
@@ -247,7 +230,7 @@ def _backward(
             queries, keys, heads, group, blocks, pairs, section_of(pairs, _bytes_of_a_head(k, v), group),
             low, high, factor, cap, scale,
             *draws, None if spans is None else spans.stride(0), *strides, *rows.stride()[:3],
-            ACCUMULATE=accumulate_dq, HAS_LOW=left is not None or spans is not None, **_hints(strides),
+            ACCUMULATE=accumulate_dq, HAS_LOW=left is not None or spans is not None, **hints_of(strides),
             **common, **_options(t),
         )  # fmt: skip
 
@@ -260,55 +243,3 @@ def _part(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def _bytes_of_a_head(a: Tensor, b: Tensor) -> int:
     """Bytes of all tokens of one head and batch."""
     return a.shape[0] * (a.shape[3] + b.shape[3]) * a.element_size()
-
-
-def _sum_parts(parts: list[Tensor], dk: Tensor, dv: Tensor, splits: int) -> None:
-    """dk and dv from the sums of each part of the groups."""
-    keys, batch, kv_heads = dk.shape[:3]
-    dims = _dims(dk, dv)
-    block_keys = max(16, 2048 // dims["BLOCK_DIMS"])  # 16 elements a thread
-    blocks = cdiv(keys, block_keys)
-    strides = _strides(dk, dv)
-    launch(
-        _sum_kernel, (blocks * kv_heads * batch,),
-        *parts, dk, dv, splits, keys, kv_heads, blocks, kv_heads * batch, *strides, **dims, BLOCK_KEYS=block_keys,
-        **_hints(strides), num_warps=4,
-    )  # fmt: skip
-
-
-@remembered
-def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tensor) -> None:
-    """Writes shift, weight and ``delta[b, h, i] = grad_out[i, b, h] . out[i, b, h]`` to ``rows``."""
-    if grad_out.numel() == 0:
-        return
-    queries, batch, heads, dims = grad_out.shape
-    block_dims = next_power_of_2(dims)
-    block = max(16, 8192 // block_dims)  # 32 elements of each a thread
-    blocks = cdiv(queries, block)
-    strides = _strides(grad_out, out)
-    launch(
-        _rows_kernel, (blocks * heads * batch,),
-        grad_out, out, statistics, rows, queries, heads, blocks, *strides, *statistics.stride()[:3], *rows.stride()[:3],
-        DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, FAST=grad_out.dtype is not torch.float32,
-        **_hints(strides), num_warps=8,
-    )  # fmt: skip
-
-
-@remembered
-def merge(block: Tensor, logsumexp: Tensor, out: Tensor, statistics: Tensor) -> None:
-    """Merges ``block`` ``[s, b, heads, d]`` and its ``logsumexp`` ``[b, heads, s]`` into ``out`` and ``statistics``."""
-    if block.numel() == 0:
-        return
-    queries, batch, heads, dims = block.shape
-    if block.stride(3) != 1 and dims > 1:
-        block = block.contiguous()
-    block_dims = next_power_of_2(dims)
-    block_queries = max(16, 4096 // block_dims)  # 16 elements of each a thread
-    blocks = cdiv(queries, block_queries)
-    strides = _strides(block, out)
-    launch(
-        _merge_kernel, (blocks * heads * batch,),
-        block, logsumexp, out, statistics, queries, heads, blocks, *strides, *logsumexp.stride()[:2],
-        *statistics.stride()[:3], DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block_queries, **_hints(strides),
-        num_warps=8,
-    )  # fmt: skip

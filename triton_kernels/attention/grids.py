@@ -1,4 +1,4 @@
-"""Number and order of the programs of the attention kernels.
+"""Number and order of the programs of the attention kernels, and the strides and sizes that all launches take.
 
 A program keeps a block of queries or of keys, and takes as long as the walk along what the block sees: under a causal
 mask some take many times as long as others. With all registers of an SM it runs there alone. So a grid fills
@@ -7,8 +7,9 @@ a GPU if there are some programs for each SM and the longest go first: then all 
 """
 
 import torch
+from torch import Tensor
 
-from parallel_ops.triton_kernels._common import cdiv, multiprocessors
+from parallel_ops.triton_kernels._common import cdiv, multiprocessors, next_power_of_2, unit_of
 
 # A head's keys and values are read by each of its blocks, and from the L2 cache if they are still there: it has 40 MB
 # on an A100, 50 on an H100, 60 on an H200. What else passes through takes some of it.
@@ -36,3 +37,21 @@ def group_splits(programs: int, group: int, device: torch.device) -> int:
         if group % splits == 0 and 2 * programs * splits >= 7 * multiprocessors(device):
             return splits
     return group
+
+
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(t.stride(axis) for t in tensors for axis in (0, 1, 2))
+
+
+def hints_of(strides: tuple[int, ...]) -> dict[str, int | bool]:
+    """A divisor of all strides, and whether offsets within a tile of up to 512 tokens take more than 32 bits."""
+    return {"UNIT": unit_of(*strides), "WIDE": max(strides) >= 2**22}
+
+
+def dims_of(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Elements of a row of q and k, and of v and the output; padded, for matmuls of at least 16."""
+    dims, dims_v = q.shape[3], v.shape[3]
+    return {
+        "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)),
+        "DIMS_V": dims_v, "BLOCK_DIMS_V": max(16, next_power_of_2(dims_v)),
+    }  # fmt: skip

@@ -6,10 +6,13 @@ sum of n partial gradients reads 4 n bytes an element and writes 2 or 4.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from parallel_ops.triton_kernels._common import aligned, to_acc
+from parallel_ops.triton_kernels._common import aligned, cdiv, next_power_of_2, to_acc
+from parallel_ops.triton_kernels._launch import launch, remembered
 from parallel_ops.triton_kernels._math import exp_nonpositive, reciprocal
 from parallel_ops.triton_kernels.attention.common import load_tile, store_tile, stride
+from parallel_ops.triton_kernels.attention.grids import dims_of, hints_of, strides_of
 
 _MERGE_UNSPECIALISED = [
     "queries", "heads", "blocks", "lse_batch", "lse_head", "statistics_plane", "statistics_batch", "statistics_head",
@@ -95,4 +98,38 @@ def _sum_kernel(
     _sum_tile(
         partial_dv_ptr, dv_ptr, first_key, parts, n, row, of_all, stride(dv_token, UNIT, WIDE),
         DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS,
+    )  # fmt: skip
+
+
+@remembered
+def merge(block: Tensor, logsumexp: Tensor, out: Tensor, statistics: Tensor) -> None:
+    """Merges ``block`` ``[s, b, heads, d]`` and its ``logsumexp`` ``[b, heads, s]`` into ``out`` and ``statistics``."""
+    if block.numel() == 0:
+        return
+    queries, batch, heads, dims = block.shape
+    if block.stride(3) != 1 and dims > 1:
+        block = block.contiguous()
+    block_dims = next_power_of_2(dims)
+    block_queries = max(16, 4096 // block_dims)  # 16 elements of each a thread
+    blocks = cdiv(queries, block_queries)
+    strides = strides_of(block, out)
+    launch(
+        _merge_kernel, (blocks * heads * batch,),
+        block, logsumexp, out, statistics, queries, heads, blocks, *strides, *logsumexp.stride()[:2],
+        *statistics.stride()[:3], DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block_queries, **hints_of(strides),
+        num_warps=8,
+    )  # fmt: skip
+
+
+def sum_parts(parts: list[Tensor], dk: Tensor, dv: Tensor, splits: int) -> None:
+    """dk and dv from the sums of each part of the groups."""
+    keys, batch, kv_heads = dk.shape[:3]
+    dims = dims_of(dk, dv)
+    block_keys = max(16, 2048 // dims["BLOCK_DIMS"])  # 16 elements a thread
+    blocks = cdiv(keys, block_keys)
+    strides = strides_of(dk, dv)
+    launch(
+        _sum_kernel, (blocks * kv_heads * batch,),
+        *parts, dk, dv, splits, keys, kv_heads, blocks, kv_heads * batch, *strides, **dims, BLOCK_KEYS=block_keys,
+        **hints_of(strides), num_warps=4,
     )  # fmt: skip

@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, scratch, unit_of, vector_cols
+from parallel_ops.triton_kernels._common import (
+    as_rows,
+    cdiv,
+    contiguous,
+    next_power_of_2,
+    scratch,
+    unit_of,
+    vector_cols,
+)
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels.cross_entropy.gradient import _backward_kernel
 from parallel_ops.triton_kernels.cross_entropy.statistics import _combine_kernel, _merge_kernel, _statistics_kernel
@@ -35,7 +43,7 @@ def statistics(
     part_out = out if parts == 1 else scratch(out, parts, width, rows)
     launch(
         _statistics_kernel, (rows * parts,),
-        x, target, _contiguous(class_weight), part_out, column, rows, cols, x_stride, start, vocab, ignore_index, parts,
+        x, target, contiguous(class_weight), part_out, column, rows, cols, x_stride, start, vocab, ignore_index, parts,
         softcap, IGNORE_OUT_OF_RANGE=ignore_out_of_range, SOFTCAP=softcap > 0.0, WIDTH=width,
         EVEN=cols % block_cols == 0 and cols > 0, UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols,
         num_warps=max(1, block_cols // (32 * PART_ELEMENTS)),
@@ -75,12 +83,8 @@ def backward(
     blocks = cdiv(cols, block_cols)
     launch(
         _backward_kernel, (rows * blocks,),
-        grad, x, _contiguous(class_weight), column, saved, out, rows, cols, blocks, grad.stride(0), x_stride,
+        grad, x, contiguous(class_weight), column, saved, out, rows, cols, blocks, grad.stride(0), x_stride,
         label_smoothing, z_loss, softcap,
         SOFTCAP=softcap > 0.0, SMOOTHING=label_smoothing != 0.0, WEIGHTED=class_weight is not None,
         EVEN=cols % block_cols == 0, UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols, num_warps=GRADIENT_WARPS,
     )  # fmt: skip
-
-
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()

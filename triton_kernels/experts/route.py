@@ -9,6 +9,7 @@ from parallel_ops.triton_kernels._common import (
     aligned,
     as_rows,
     cdiv,
+    contiguous,
     next_power_of_2,
     partial_sums,
     quotient,
@@ -30,6 +31,7 @@ from parallel_ops.triton_kernels.experts.choice import (
 )
 from parallel_ops.triton_kernels.experts.scores import (
     TINY,
+    add_choice,
     expert_of,
     is_expert,
     key_of,
@@ -96,16 +98,12 @@ def backward(
     block_rows, warps = _tile(block_cols, BACKWARD_WARPS, rows)
     launch(
         _backward_kernel, (cdiv(rows, block_rows),),
-        x, experts, _contiguous(grad_weights), _contiguous(grad_score_sums), grad_z_sum, out, rows, cols, stride,
+        x, experts, contiguous(grad_weights), contiguous(grad_score_sums), grad_z_sum, out, rows, cols, stride,
         scale,
         TOP_K=experts.shape[1], UNROLLED=experts.shape[1] <= UNROLLED,
         SIGMOID=sigmoid, TOP_K_FIRST=top_k_first, NORMALIZE=normalize,
         UNIT=unit_of(cols, stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=warps,
     )  # fmt: skip
-
-
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
 
 
 def _tile(block_cols: int, most_warps: int, rows: int) -> tuple[int, int]:
@@ -240,15 +238,6 @@ def _finish(
         tl.store(z_sum_ptr, tl.sum(tl.load(z_ptr + split, mask=split < workers, other=0.0), axis=0))
 
 
-@triton.jit
-def _choose(of_weights, chosen, experts_ptr, grad_weights_ptr, slot, there, col):
-    """Adds a choice of each row: its expert's gradient, and that it was chosen."""
-    expert = tl.load(experts_ptr + slot, mask=there, other=0).to(tl.int32)
-    grad = tl.load(grad_weights_ptr + slot, mask=there, other=0.0)
-    here = col[None, :] == expert[:, None]
-    return tl.where(here, grad[:, None], of_weights), chosen | here
-
-
 @triton.jit(do_not_specialize=["scale"])
 def _backward_kernel(
     x_ptr, experts_ptr, grad_weights_ptr, grad_sums_ptr, grad_z_ptr, dx_ptr, rows, cols, stride,
@@ -281,10 +270,10 @@ def _backward_kernel(
         slot = row.to(tl.int64) * TOP_K
         if UNROLLED:
             for j in tl.static_range(TOP_K):
-                of_weights, chosen = _choose(of_weights, chosen, experts_ptr, grad_weights_ptr, slot + j, there, col)
+                of_weights, chosen = add_choice(of_weights, chosen, experts_ptr, grad_weights_ptr, slot + j, there, col)
         else:
             for j in range(TOP_K):
-                of_weights, chosen = _choose(of_weights, chosen, experts_ptr, grad_weights_ptr, slot + j, there, col)
+                of_weights, chosen = add_choice(of_weights, chosen, experts_ptr, grad_weights_ptr, slot + j, there, col)
         u, divisor = weights_of_chosen(x, scores, chosen, SIGMOID, TOP_K_FIRST, NORMALIZE, fast)
         factor = quotient(tl.cast(scale, x.dtype), divisor)
         if NORMALIZE or (TOP_K_FIRST and not SIGMOID):

@@ -113,3 +113,12 @@ def weights_of_chosen(
         u = tl.where(chosen, scores, 0.0)
         total = tl.sum(u, axis=1)
         return u, total + TINY if NORMALIZE else tl.full(total.shape, 1.0, total.dtype)
+
+
+@triton.jit
+def add_choice(of_weights, chosen, experts_ptr, grad_weights_ptr, slot, there, col):
+    """Adds a choice of each row: its expert's gradient, and that it was chosen."""
+    expert = tl.load(experts_ptr + slot, mask=there, other=0).to(tl.int32)
+    grad = tl.load(grad_weights_ptr + slot, mask=there, other=0.0)
+    here = col[None, :] == expert[:, None]
+    return tl.where(here, grad[:, None], of_weights), chosen | here

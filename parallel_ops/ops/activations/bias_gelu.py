@@ -69,7 +69,7 @@ def outputs(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 
 
 def launch(y: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> None:
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     kernels.forward(x, None, bias, None, y, activation=_activation(tanh))
 
@@ -79,7 +79,7 @@ def backward_outputs(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -
 
 
 def launch_backward(gradients: tuple[Tensor, Tensor], grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> None:
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     dx, dbias = gradients
     no_weights = x.new_empty(0)

@@ -102,7 +102,7 @@ def launch(
     y: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None,
     up_offset: float, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     options: dict[str, Any] = {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
     kernels.forward(*_gate_and_up(x, interleaved), bias, weights, y, activation="silu", **options)
@@ -112,7 +112,7 @@ def launch_backward(
     gradients: tuple[Tensor, Tensor, Tensor], grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None,
     alpha: float, limit: float | None, up_offset: float, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     dx, dbias, dweights = gradients
     options: dict[str, Any] = {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}

@@ -162,7 +162,7 @@ def _options(*options: Any) -> dict[str, Any]:
 
 
 def launch(y: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *options: Any) -> None:
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     kernels.forward(gate, up, None, weights, y, **_options(*options))
 
@@ -170,7 +170,7 @@ def launch(y: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *options
 def launch_backward(
     gradients: _Gradients, grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *options: Any
 ) -> None:
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     dgate, dup, dweights = gradients
     no_bias = gate.new_empty(0)

@@ -190,7 +190,7 @@ def merge_block(block: Tensor, logsumexp: Tensor, *, out: Tensor, statistics: Te
         largest.copy_(logsumexp)
         total.fill_(1.0)
     elif out.is_cuda:
-        from parallel_ops.triton_kernels.attention import flash_attention as kernels
+        from parallel_ops.triton_kernels.attention import merge as kernels
 
         kernels.merge(block, logsumexp.contiguous(), out, statistics)
     else:
@@ -225,7 +225,7 @@ def attention_gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor) -
     """
     rows = statistics.new_empty((3, *statistics.shape[1:]))
     if grad_out.is_cuda:
-        from parallel_ops.triton_kernels.attention import flash_attention as kernels
+        from parallel_ops.triton_kernels.attention import rows as kernels
 
         kernels.gradient_rows(grad_out, out, statistics, rows)
     else:

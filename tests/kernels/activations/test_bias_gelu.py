@@ -13,7 +13,7 @@ from support.numerics.suite import randn
 
 
 def launches(dtype, cols):
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     x, b = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype)
     with aot.recorded() as recorded:

@@ -12,7 +12,7 @@ F32 = torch.float32
 
 
 def launches(dtype, cols):
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     x, b, y = meta(8192, 2 * cols, dtype=dtype), meta(2 * cols, dtype=dtype), meta(8192, cols, dtype=dtype)
     w, halves = meta(8192, dtype=torch.float32), (x[:, :cols], x[:, cols:])
@@ -37,7 +37,7 @@ def test_compiled_code(dtype, cols, capability):
 @pytest.mark.aot
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiled_code_of_gate_and_up_in_turn(capability):
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     x, y, w = meta(8192, 4096, dtype=torch.bfloat16), meta(8192, 2048, dtype=torch.bfloat16), meta(8192, dtype=F32)
     options = {"activation": "silu", "interleaved": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -50,7 +50,7 @@ def test_compiled_code_of_gate_and_up_in_turn(capability):
 @pytest.mark.aot
 def test_grids_of_very_wide_rows_fit_the_device():
     """recorded() checks every grid: only its first axis may be longer than 65,535 programs."""
-    from parallel_ops.triton_kernels import activations as kernels
+    from parallel_ops.triton_kernels.activations import activations as kernels
 
     y = meta(1, 2**27, dtype=torch.float32)
     with aot.recorded():

@@ -65,6 +65,7 @@ class Case:
 def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
     """out, logsumexp and the gradients, by the kernels; several blocks are merged and summed."""
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
+    from parallel_ops.triton_kernels.attention.rows import gradient_rows
 
     blocks = [(m, keys) for m, keys in zip(case.attention_bounds(), case.keys, strict=True)]
     at = [0, *torch.tensor([keys.length for keys in case.keys]).cumsum(0).tolist()]
@@ -85,7 +86,7 @@ def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
                 scale=case.scale, softcap=case.softcap, dropout=case.dropout(keys),
             )  # fmt: skip
     rows = poisoned((3, *each), torch.empty(0))
-    kernels.gradient_rows(grad, out, statistics, rows)
+    gradient_rows(grad, out, statistics, rows)
     dk, dv = poisoned(k.shape, torch.empty(0) if merge else k), poisoned(v.shape, torch.empty(0) if merge else v)
     for (mask, keys), i, j in zip(blocks, at, at[1:], strict=False):
         if mask is None:

@@ -12,7 +12,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def kernel(*args):
-    from parallel_ops.triton_kernels.attention import flash_attention as kernels
+    from parallel_ops.triton_kernels.attention import merge as kernels
 
     kernels.merge(*args)
 

@@ -19,6 +19,7 @@ from parallel_ops.triton_kernels._common import (
     as_rows,
     bias_gradient_cols,
     cdiv,
+    contiguous,
     partial_sums,
     row_splits,
     sum_within_threads,
@@ -36,7 +37,7 @@ from parallel_ops.triton_kernels._finish import (
     wait_for_workers,
 )
 from parallel_ops.triton_kernels._launch import launch, remembered
-from parallel_ops.triton_kernels._math import LOG2_E, exp_nonpositive, reciprocal, sigmoid
+from parallel_ops.triton_kernels.activations.tiles import activate, clamped, load_gate_and_up, pairs_of
 
 NUM_WARPS = 4
 # Rows of a tile with all threads side by side, which is how many 16-byte loads of each operand a thread has in flight.
@@ -46,73 +47,6 @@ FORWARD_ROWS, BACKWARD_ROWS = 8, 4
 GATED_ROWS = 2
 # Column blocks and rows that a program adds at a time for the gradient of the weights of rows.
 WEIGHT_SPLITS, WEIGHT_COLS = tl.constexpr(32), tl.constexpr(128)
-
-
-@triton.jit
-def _clamped(x, LIMIT: tl.constexpr, BELOW: tl.constexpr):
-    """x within the limit (from both sides with ``BELOW``), NaN included, and whether it was."""
-    inside = ~(x > LIMIT)
-    limit = tl.full(x.shape, LIMIT, x.dtype)
-    y = tl.where(inside, x, limit)
-    if BELOW:
-        inside &= ~(x < -LIMIT)
-        y = tl.where(x < -LIMIT, -limit, y)
-    return y, inside
-
-
-@triton.jit
-def _activate(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
-    """act(z) and its derivative."""
-    if ACTIVATION == "silu":
-        if ALPHA == 1.0:
-            s, s_slope = sigmoid(z, FAST)
-            return z * s, s + z * s_slope
-        else:
-            s, s_slope = sigmoid(z * ALPHA, FAST)
-            return z * s, s + z * ALPHA * s_slope
-    elif ACTIVATION == "gelu tanh":
-        # As z sigmoid(2u), which does not cancel for negative z.
-        k0: tl.constexpr = 1.5957691216057308  # 2 sqrt(2/pi); without constexpr it would be fp32 for fp64 too
-        k1: tl.constexpr = 0.071354816272600416  # k0 * 0.044715
-        z2 = z * z
-        if FAST:
-            s = reciprocal(1.0 + tl.exp2(z * (-LOG2_E * k0 - LOG2_E * k1 * z2)), FAST)
-            s_slope = s - s * s
-        else:
-            s, s_slope = sigmoid(z * (k0 + k1 * z2), FAST)
-        return z * s, s + z * (k0 + 3.0 * k1 * z2) * s_slope
-    else:
-        root: tl.constexpr = 0.7071067811865476  # 1 / sqrt(2)
-        density: tl.constexpr = 0.3989422804014327  # 1 / sqrt(2 pi)
-        cdf = 0.5 * (1.0 + tl.erf(z * root))
-        return z * cdf, cdf + z * density * exp_nonpositive(-0.5 * z * z, FAST)
-
-
-@triton.jit
-def _pairs(base, row, col_block, rows, cols, stride, BLOCK_COLS: tl.constexpr):
-    """Pointers and mask of a tile's pairs of gate and up, two elements for each of its columns."""
-    both = col_block * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)[None, :]
-    return base + row * stride + both, (row < rows) & (both < 2 * cols)
-
-
-@triton.jit
-def _load_gate_and_up(
-    gate_ptr, up_ptr, row, col_block, rows, cols, gate_stride, up_stride, GATED: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """The tile's gate and up, which is the gate where there is none. With a step of 2 one tensor has them in turn."""
-    if STEP == 2:
-        pointers, mask = _pairs(gate_ptr, row, col_block, rows, cols, gate_stride, BLOCK_COLS)
-        gate, up = tl.split(tl.reshape(tl.load(pointers, mask=mask), (row.shape[0], BLOCK_COLS, 2)))
-        return to_acc(gate), to_acc(up)
-    else:
-        col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-        mask = (row < rows) & (col < cols)
-        gate = to_acc(tl.load(gate_ptr + row * gate_stride + col, mask=mask))
-        if GATED:
-            return gate, to_acc(tl.load(up_ptr + row * up_stride + col, mask=mask))
-        else:
-            return gate, gate
 
 
 @triton.jit
@@ -129,20 +63,20 @@ def _forward_kernel(
     in_cols = col < cols
     mask = (row < rows) & in_cols
     fast: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
-    gate, up = _load_gate_and_up(
+    gate, up = load_gate_and_up(
         gate_ptr, up_ptr, row, col_block, rows, cols, aligned(gate_stride, UNIT), aligned(up_stride, UNIT),
         GATED, STEP, BLOCK_COLS,
     )  # fmt: skip
     if HAS_BIAS:
         gate += to_acc(tl.load(bias_ptr + col, mask=in_cols)).to(gate.dtype)
     if LIMIT is not None:
-        gate, _ = _clamped(gate, LIMIT, False)
-    y, _ = _activate(gate, ACTIVATION, ALPHA, fast)
+        gate, _ = clamped(gate, LIMIT, False)
+    y, _ = activate(gate, ACTIVATION, ALPHA, fast)
     if GATED:
         if HAS_BIAS:
             up += to_acc(tl.load(bias_ptr + cols + col, mask=in_cols)).to(up.dtype)
         if LIMIT is not None:
-            up, _ = _clamped(up, LIMIT, True)
+            up, _ = clamped(up, LIMIT, True)
         y *= up if UP_OFFSET == 0.0 else up + UP_OFFSET
     if HAS_WEIGHTS:
         y *= to_acc(tl.load(weights_ptr + row, mask=row < rows)).to(y.dtype)
@@ -162,22 +96,22 @@ def _backward_tile(
     mask = (row < rows) & (col < cols)
     fast: tl.constexpr = dgate_ptr.dtype.element_ty.primitive_bitwidth == 16
     grad = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask))
-    gate, up = _load_gate_and_up(
+    gate, up = load_gate_and_up(
         gate_ptr, up_ptr, row, col_block, rows, cols, aligned(gate_stride, UNIT), aligned(up_stride, UNIT),
         GATED, STEP, BLOCK_COLS,
     )  # fmt: skip
     if HAS_BIAS:
         gate += gate_bias
     if LIMIT is not None:
-        gate, gate_inside = _clamped(gate, LIMIT, False)
-    value, slope = _activate(gate, ACTIVATION, ALPHA, fast)
+        gate, gate_inside = clamped(gate, LIMIT, False)
+    value, slope = activate(gate, ACTIVATION, ALPHA, fast)
     if LIMIT is not None:
         slope = tl.where(gate_inside, slope, 0.0)
     if GATED:
         if HAS_BIAS:
             up += up_bias
         if LIMIT is not None:
-            up, up_inside = _clamped(up, LIMIT, True)
+            up, up_inside = clamped(up, LIMIT, True)
         if UP_OFFSET != 0.0:
             up += UP_OFFSET
         if HAS_WEIGHTS:
@@ -192,7 +126,7 @@ def _backward_tile(
         dup = 0.0
         dgate = grad * slope
     if STEP == 2:
-        pointers, pairs_mask = _pairs(dgate_ptr, row, col_block, rows, cols, aligned(dx_stride, UNIT), BLOCK_COLS)
+        pointers, pairs_mask = pairs_of(dgate_ptr, row, col_block, rows, cols, aligned(dx_stride, UNIT), BLOCK_COLS)
         both = tl.reshape(tl.join(dgate, dup), (row.shape[0], 2 * BLOCK_COLS))
         tl.store(pointers, both.to(dgate_ptr.dtype.element_ty), mask=pairs_mask)
     else:
@@ -308,7 +242,7 @@ def forward(
     col_blocks = cdiv(cols, block_cols)
     launch(
         _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
-        gate, up, _contiguous(bias), _contiguous(weights), y, rows, cols, col_blocks, gate_stride, up_stride,
+        gate, up, contiguous(bias), contiguous(weights), y, rows, cols, col_blocks, gate_stride, up_stride,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
         GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, STEP=2 if interleaved else 1,
         UNIT=unit_of(cols, gate_stride, up_stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
@@ -347,7 +281,7 @@ def backward(
     weight_blocks = 0 if weights is None else cdiv(rows, WEIGHT_COLS.value)
     launch(
         _backward_kernel, (workers + bias_blocks + weight_blocks,),
-        grad, gate, up, _contiguous(bias), _contiguous(weights), dgate, dup, partial, partial_dweights,
+        grad, gate, up, contiguous(bias), contiguous(weights), dgate, dup, partial, partial_dweights,
         None if bias is None else dbias, None if weights is None else dweights,
         counter(grad.device) if bias_blocks + weight_blocks else None,
         rows, cols, col_blocks, splits, workers, bias_blocks, grad_stride, gate_stride, up_stride, dx_stride,
@@ -357,7 +291,3 @@ def backward(
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, **finish_block(biases, NUM_WARPS),
         num_warps=NUM_WARPS,
     )  # fmt: skip
-
-
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()

@@ -1,0 +1,1 @@
+"""Kernels and launchers of the activations."""
