@@ -17,6 +17,7 @@ from parallel_ops.planner.compute.documents import pair_work
 from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.data.by_length import ByLength
 from parallel_ops.train.data.growing import Growing
+from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
@@ -108,7 +109,7 @@ def compared_values(settings: "Settings", samples: AnySamples, held_out: Samples
     return values
 
 
-def by_length(settings: "Settings", mesh: ParallelMesh) -> ByLength | None:
+def _by_length(settings: "Settings", mesh: ParallelMesh) -> ByLength | None:
     """What shares documents out to groups of ranks, with ``parallel.cp_groups = "by_length"``."""
     from parallel_ops.train.planner_bridge import model_of
 
@@ -163,3 +164,16 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
         if lora is not None:
             built.reset_parameters(only=LoraAdapter)  # type: ignore[operator]
     return built
+
+
+def build_loader(
+    settings: "Settings", mesh: ParallelMesh, model: nn.Module, vocabulary: int | None, pinned: bool,
+    samples: AnySamples, *, grouped: bool = False,
+) -> Loader:  # fmt: skip
+    """The micro-batches of this rank's replica; see ``Loader``. ``grouped``: by ``parallel.cp_groups``."""
+    plan = settings.plan
+    return Loader(
+        samples, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=mesh.size("dp"),
+        replica=mesh.rank("dp"), vocabulary=vocabulary, pinned=pinned,
+        layout=getattr(model, "sequence_layout", None), by_length=_by_length(settings, mesh) if grouped else None,
+    )  # fmt: skip

@@ -5,7 +5,6 @@ norm over all ranks and one update. Samples, learning rate and random seed depen
 step alone, so a run that is resumed on the same plan takes the same steps, bit by bit.
 """
 
-import contextlib
 import functools
 import math
 import time
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.lora import save_adapters
-from parallel_ops.train.build import build_model, build_samples, by_length, checked_device, compared_values
-from parallel_ops.train.checkpoint import checkpoints, new_phase
+from parallel_ops.train.build import build_loader, build_model, build_samples, checked_device, compared_values
+from parallel_ops.train.checkpoint import new_phase
 from parallel_ops.train.checkpoint import resume as resuming
-from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import GracefulShutdown
@@ -31,14 +29,12 @@ from parallel_ops.train.launch.watchdog import Activity, group_timeout, longest,
 from parallel_ops.train.loop import take_steps
 from parallel_ops.train.results import Result, Step
 from parallel_ops.train.run_state import RunState
-from parallel_ops.train.step.capturable import checked_capacity, eager_reason
 from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
 from parallel_ops.train.step.expert_use import expert_use, overflowed
 from parallel_ops.train.step.forward_backward import forward_backward_of
-from parallel_ops.train.step.graph import StepGraph
 from parallel_ops.train.step.inputs import StepInputs
-from parallel_ops.train.step.layer_graphs import LayerGraphs
+from parallel_ops.train.step.layer_graphs import graph_of
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
 
@@ -96,23 +92,15 @@ class Trainer(RunState):
             self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
         self.model = build_model(settings, self.mesh, self.device, model)
-        load = functools.partial(
-            Loader, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
-            replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
-            pinned=self.device.type == "cuda", layout=getattr(self.model, "sequence_layout", None),
-        )  # fmt: skip
-        self.loader = load(self.samples, by_length=by_length(settings, self.mesh))
+        vocabulary = settings.config.vocab_size if model is None else None
+        load = functools.partial(build_loader, settings, self.mesh, self.model, vocabulary, self.device.type == "cuda")
+        self.loader = load(self.samples, grouped=True)
         self.optimizer = optimizer_of(self.model, settings.optimizer)
         self.forward_backward = forward_backward_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
             split=settings.splits_backward,
         )  # fmt: skip
-        self.eager_reason = eager_reason(settings, self.model, self.device) if settings.run.cuda_graph else None
-        self.graph: StepGraph | LayerGraphs | None = None
-        if settings.run.cuda_graph == "step" and self.eager_reason is None:
-            self.graph = StepGraph(self.optimizer, self.device, self.model, checked_capacity(settings))
-        elif settings.run.cuda_graph == "layers" and self.eager_reason is None:
-            self.graph = LayerGraphs(self.model, settings, self.device)
+        self.graph, self.eager_reason = graph_of(settings, self.model, self.optimizer, self.device)
         self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
         self._look_ahead()
@@ -253,12 +241,7 @@ class Trainer(RunState):
 
     def save(self) -> None:
         """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written; all ranks call it."""
-        store = resuming.checkpointer(self)
-        if store is None:
-            raise ValueError("Trainer: checkpoint.dir is not set")
-        with contextlib.closing(store):
-            resuming.save(self, store)
-            store.wait()
+        resuming.save_and_wait(self)
 
     def resume(self, path: Path | None = None) -> Path:
         """Resumes from a checkpoint of any plan; all ranks call it. With other data, the first sample is next.
@@ -275,7 +258,7 @@ class Trainer(RunState):
         folder = self.settings.checkpoint.dir if path is None else Path(path)
         if folder is None:
             raise ValueError("Trainer: checkpoint.dir is not set, and no checkpoint is named")
-        self._common_source(folder, f"resuming from {folder}")
+        resuming.common_source(self, folder, f"resuming from {folder}")
         source = resuming.resume(self, folder)
         self.saved_step = self.global_step
         return source
@@ -295,18 +278,10 @@ class Trainer(RunState):
         Raises:
             CheckpointError: There is no checkpoint, a file of it is damaged, or it has another model.
         """
-        source = self._common_source(Path(path), f"beginning a new phase from {path}")
+        source = resuming.common_source(self, Path(path), f"beginning a new phase from {path}")
         found = new_phase.begin(self, source)
         self.saved_step = -1
         return found
-
-    def _common_source(self, folder: Path, activity: str) -> Path:
-        """The newest checkpoint in a folder, which all ranks have found."""
-        self.activity(activity, slow=True)
-        with comparison_of_world(longest(self.settings.run.timeout)) as compare:
-            source = checkpoints.newest(folder)
-            compare({"checkpoint": source.name, "its data": resuming.changes_of_data(self, source)})
-        return source
 
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes a Hugging Face folder, or with ``lora`` the folder of the adapters as peft has it; all ranks call it.

@@ -1,5 +1,6 @@
 """Saves a trainer's state in checkpoints, and resumes from them."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,6 +17,8 @@ from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description, of_all
+from parallel_ops.train.launch.consistency import comparison_of_world
+from parallel_ops.train.launch.watchdog import longest
 from parallel_ops.train.step.reductions import of_first_rank
 
 if TYPE_CHECKING:
@@ -99,6 +102,25 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     data = _data_of(trainer) if trainer.rank == 0 else {}
     store.save(state, Description(progress["step"], progress["samples_seen"], model_of(trainer), data, rest))
     trainer.saved_step = trainer.global_step
+
+
+def save_and_wait(trainer: "RunState") -> None:
+    """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written."""
+    store = checkpointer(trainer)
+    if store is None:
+        raise ValueError("Trainer: checkpoint.dir is not set")
+    with contextlib.closing(store):
+        save(trainer, store)
+        store.wait()
+
+
+def common_source(trainer: "RunState", folder: Path, activity: str) -> Path:
+    """The newest checkpoint in a folder, which all ranks have found."""
+    trainer.activity(activity, slow=True)
+    with comparison_of_world(longest(trainer.settings.run.timeout)) as compare:
+        source = checkpoints.newest(folder)
+        compare({"checkpoint": source.name, "its data": changes_of_data(trainer, source)})
+    return source
 
 
 def resume(trainer: "RunState", folder: Path) -> Path:

@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_flatten
 
 from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
 from parallel_ops.models import Transformer
-from parallel_ops.train.step.capturable import WARMUP
+from parallel_ops.train.step.capturable import WARMUP, checked_capacity, eager_reason
+from parallel_ops.train.step.graph import StepGraph
 from parallel_ops.train.step.inputs import StepInputs
 from parallel_ops.train.step.layer_calls import Call, Unit, autocast_on, described
 from parallel_ops.train.step.layer_captures import Captures
@@ -196,3 +197,16 @@ def shared(order: Sequence[Event]) -> list[Event]:
     if due:
         raise RuntimeError("run.cuda_graph: a layer of a step has no backward; set run.cuda_graph = false")
     return found
+
+
+def graph_of(
+    settings: "Settings", model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[StepGraph | LayerGraphs | None, str | None]:
+    """What takes the steps of a run in graphs, by ``run.cuda_graph``, and the reason why nothing is captured."""
+    kind = settings.run.cuda_graph
+    reason = eager_reason(settings, model, device) if kind else None
+    if not kind or reason is not None:
+        return None, reason
+    if kind == "layers":
+        return LayerGraphs(model, settings, device), None
+    return StepGraph(optimizer, device, model, checked_capacity(settings)), None
