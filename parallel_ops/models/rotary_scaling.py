@@ -191,6 +191,13 @@ class Config(Protocol):
     def rotary_dim(self) -> int: ...
 
 
+def rotary_length(config: Config, positions: Tensor | None, length: int) -> Tensor | int:
+    """The largest position of all ranks' tokens and one, if rotary frequencies depend on it, else ``length``."""
+    if positions is not None and isinstance(config.rotary_scaling, DynamicScaling) and positions.numel():
+        return positions.max() + 1
+    return length
+
+
 def rotary_angles(config: Config, positions: Tensor, length: Tensor | int) -> Angles:
     """Cosines and sines of positions ``[n]``: ``[n, rotary_dim / 2]`` each, fp32.
 

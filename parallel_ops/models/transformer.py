@@ -39,7 +39,7 @@ from parallel_ops.models.context import IGNORE_INDEX, Context, SequenceShard
 from parallel_ops.models.inputs import check_inputs
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.models.prediction import further
-from parallel_ops.models.rotary_scaling import DynamicScaling, rotary_angles
+from parallel_ops.models.rotary_scaling import rotary_angles, rotary_length
 from parallel_ops.models.structure import TransformerStructure
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
@@ -202,7 +202,7 @@ class Transformer(TransformerStructure):
         whole = self.tokens is not None or stage is not None
         place = context.place(tokens.shape[0], whole=whole, device=tokens.device, cu_seqlens=cu_seqlens, layout=layout)
         row_positions = place.positions
-        length = self._length(tokens, positions, place.layout)
+        length = rotary_length(self.config, positions, tokens.shape[0] if place.layout is None else place.layout.length)
         positions = place.shard(positions) if positions is not None else row_positions
         shards = place if whole else SequenceShard()  # of what every rank was given
         everyone, tokens = tokens, shards.shard(tokens)
@@ -274,12 +274,6 @@ class Transformer(TransformerStructure):
                 row_positions=row_positions,
             )  # fmt: skip
         return x
-
-    def _length(self, tokens: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor | int:
-        """The largest position of all ranks' tokens and one, where rotary frequencies depend on it."""
-        if positions is not None and isinstance(self.config.rotary_scaling, DynamicScaling) and positions.numel():
-            return positions.max() + 1
-        return tokens.shape[0] if layout is None else layout.length
 
     def _angles(self, x: Tensor, positions: Tensor | None, length: Tensor | int) -> tuple[Angles, Tensor | None]:
         """Cosines and sines, and the row of each token in them; ``None`` if they are in the order of the tokens."""

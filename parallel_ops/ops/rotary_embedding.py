@@ -21,7 +21,7 @@ from parallel_ops._internal.dispatch.autograd import once_differentiable
 from parallel_ops._internal.dispatch.checks import check_floating
 from parallel_ops._internal.dispatch.registration import register
 from parallel_ops._internal.tensor_format import TensorFormat, check_format, described, from_sbhd, to_sbhd
-from parallel_ops.ops.rotary_checks import check_rotary, check_writable
+from parallel_ops.ops.rotary_arguments import check_rotary, check_writable, sequence_first, tables_of
 
 
 def rotary_embedding(
@@ -155,10 +155,10 @@ def _run(
         if t.dim() != 4 and (batch_first or t.dim() != 3):
             packed = "" if batch_first else " or packed [t, h, d]"
             raise ValueError(f"{op}: {name} must be {described(tensor_format)}{packed}, got {list(t.shape)}")
-    cos, sin = _tables(op, cos, sin, interleaved, doubled, q.dtype)
+    cos, sin = tables_of(op, cos, sin, interleaved, doubled, q.dtype)
     if batch_first:
         q, k = to_sbhd(q, tensor_format), None if k is None else to_sbhd(k, tensor_format)
-        cos, sin, positions = (_sequence_first(t, dims) for t, dims in ((cos, 3), (sin, 3), (positions, 2)))
+        cos, sin, positions = (sequence_first(t, dims) for t, dims in ((cos, 3), (sin, 3), (positions, 2)))
     check_rotary(op, names, q, k, cos, sin, positions, cu_seqlens, tensor_format)
     if inplace:
         check_writable(op, names, q, k)
@@ -176,34 +176,6 @@ def _run(
     if batch_first:
         q, k = from_sbhd(q, tensor_format), k if k is None or k.dim() < 4 else from_sbhd(k, tensor_format)
     return q, q if k is None else k
-
-
-def _tables(
-    op: str, cos: Tensor, sin: Tensor | None, interleaved: bool, doubled: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine with each angle once; computed from angles if ``sin`` is ``None``."""
-    if doubled:
-        cos, sin = _halved(op, "cos", cos, interleaved), sin if sin is None else _halved(op, "sin", sin, interleaved)
-    if sin is not None:
-        return cos, sin
-    check_floating(op, "cos", cos)
-    angles = cos[:, 0, 0] if cos.dim() == 4 and cos.shape[1:3] == (1, 1) else cos
-    angles = angles.to(torch.promote_types(angles.dtype, torch.float32))
-    table = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(table), angles.sin().to(table)
-
-
-def _halved(op: str, name: str, angles: Tensor, interleaved: bool) -> Tensor:
-    """A table that has each angle once, as a view of one that has it twice."""
-    check_floating(op, name, angles)
-    if angles.dim() == 0 or angles.shape[-1] % 2:
-        raise ValueError(f"{op}: {name} must have an even last dimension where it is doubled, got {list(angles.shape)}")
-    return angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]
-
-
-def _sequence_first(t: Any, dims: int) -> Any:
-    """A tensor with a value for each token of each batch, sequence first as the kernels need it."""
-    return t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == dims else t
 
 
 def _output(x: Tensor, heads_first: bool) -> Tensor:

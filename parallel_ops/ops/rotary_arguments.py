@@ -1,12 +1,44 @@
-"""Argument checks of the rotary embeddings: each raises before any kernel starts and names op and argument."""
+"""Arguments of the rotary embeddings: tables of angles as kernels read them, and the checks.
+
+Each check raises before any kernel starts and names op and argument.
+"""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
 from parallel_ops._internal.tensor_format import FORMATS, described, from_sbhd
+
+
+def tables_of(
+    op: str, cos: Tensor, sin: Tensor | None, interleaved: bool, doubled: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine with each angle once; computed from angles if ``sin`` is ``None``."""
+    if doubled:
+        cos, sin = _halved(op, "cos", cos, interleaved), sin if sin is None else _halved(op, "sin", sin, interleaved)
+    if sin is not None:
+        return cos, sin
+    check_floating(op, "cos", cos)
+    angles = cos[:, 0, 0] if cos.dim() == 4 and cos.shape[1:3] == (1, 1) else cos
+    angles = angles.to(torch.promote_types(angles.dtype, torch.float32))
+    table = torch.promote_types(dtype, torch.float32)
+    return angles.cos().to(table), angles.sin().to(table)
+
+
+def _halved(op: str, name: str, angles: Tensor, interleaved: bool) -> Tensor:
+    """A table that has each angle once, as a view of one that has it twice."""
+    check_floating(op, name, angles)
+    if angles.dim() == 0 or angles.shape[-1] % 2:
+        raise ValueError(f"{op}: {name} must have an even last dimension where it is doubled, got {list(angles.shape)}")
+    return angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]
+
+
+def sequence_first(t: Any, dims: int) -> Any:
+    """A tensor with a value for each token of each batch, sequence first as the kernels need it."""
+    return t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == dims else t
 
 
 def check_rotary(
