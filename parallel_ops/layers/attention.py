@@ -19,18 +19,12 @@ from typing_extensions import Unpack
 
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
-from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
+from parallel_ops.layers.initialization import InitFn, fill_, init_sharded_
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.linear_base import LinearArguments, column_linears
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import (
-    InitFn,
-    empty_parameter,
-    fill_,
-    init_sharded_,
-    to_local,
-)
+from parallel_ops.layers.parameters import check_input, empty_parameter, propagates_errors, to_local
 from parallel_ops.ops import rms_norm, rotary_embedding
 
 Angles = tuple[Tensor, Tensor]

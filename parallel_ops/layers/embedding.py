@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 from parallel_ops._internal.dispatch.checks import check_same_device
 from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import reduce_from_group, reduce_scatter
-from parallel_ops.layers.checks import propagates_errors
-from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, to_local
+from parallel_ops.layers.initialization import InitFn, init_sharded_
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, propagates_errors, to_local
 
 
 class VocabParallelEmbedding(ShardedModule):

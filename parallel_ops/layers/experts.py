@@ -17,16 +17,9 @@ from parallel_ops._internal.distributed.compat import resumed_modes
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, ParameterGrad
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.expert_parallel import Dispatch
+from parallel_ops.layers.initialization import InitFn, init_sharded_, uniform
 from parallel_ops.layers.lora import LoraAdapter, adapted_experts, expert_adapters
-from parallel_ops.layers.parameters import (
-    InitFn,
-    ShardedModule,
-    empty_parameter,
-    ensure_divisible,
-    init_sharded_,
-    to_local,
-    uniform,
-)
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, ensure_divisible, to_local
 from parallel_ops.ops import bias_swiglu, float8_grouped_linear, grouped_linear
 from parallel_ops.ops.float8_recipes import RECIPES, Precision
 

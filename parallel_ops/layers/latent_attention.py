@@ -19,12 +19,12 @@ from typing_extensions import Unpack
 
 from parallel_ops.comm import all_gather, copy_to_group
 from parallel_ops.layers.attention import Angles
-from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
+from parallel_ops.layers.initialization import InitFn
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.linear_base import LinearArguments, column_linears
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import InitFn
+from parallel_ops.layers.parameters import check_input, propagates_errors
 from parallel_ops.layers.replicated import ReplicatedLinear
 from parallel_ops.ops import rotary_embedding
 

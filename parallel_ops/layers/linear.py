@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from parallel_ops._internal.distributed.groups import check_sizes, group_rank
 from parallel_ops._internal.gradients.weight_gradients import Target
 from parallel_ops.comm import reduce_from_group, reduce_scatter
-from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.initialization import InitFn
 from parallel_ops.layers.linear_base import (
     LinearArguments,
     ParallelLinear,
@@ -28,11 +28,7 @@ from parallel_ops.layers.linear_base import (
     column_linears,
 )
 from parallel_ops.layers.lora import row_adapter
-from parallel_ops.layers.parameters import (
-    InitFn,
-    ensure_divisible,
-    to_local,
-)
+from parallel_ops.layers.parameters import check_input, ensure_divisible, propagates_errors, to_local
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.tensor_parallel import (
     column_parallel_linear,

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from parallel_ops._internal.distributed.groups import GradReduce, is_fp32
 from parallel_ops._internal.gradients.weight_gradients import ParameterGrad, Target
 from parallel_ops.comm import all_gather, copy_to_group, primitives
-from parallel_ops.layers.checks import check_input
+from parallel_ops.layers.initialization import InitFn, init_sharded_, uniform
 from parallel_ops.layers.lora import LoraAdapter, column_adapters
-from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, to_local, uniform
+from parallel_ops.layers.parameters import ShardedModule, check_input, empty_parameter, to_local
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.ops.float8_recipes import Precision
@@ -216,10 +216,12 @@ def column_linears(
         )  # fmt: skip
         return quantized, biases
     special = any(target is not None for target in targets)
-    adapted = column_adapters(
-        x, [linear.lora for linear in linears], rows[: len(linears)],
-        sequence_parallel=first.sequence_parallel, sizes=sizes,
-    )  # fmt: skip
+    adapted: list[Tensor | None] = [None] * len(linears)
+    if any(linear.lora is not None for linear in linears):
+        adapted = column_adapters(
+            x, [linear.lora for linear in linears], rows[: len(linears)],
+            sequence_parallel=first.sequence_parallel, sizes=sizes,
+        )  # fmt: skip
     if not special and first.group is None:
         return _sums([F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], adapted), biases
     given = None

@@ -27,7 +27,8 @@ from torch.distributed.tensor import Placement
 
 from parallel_ops._internal.distributed.groups import check_sizes, group_rank
 from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
-from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill_, init_sharded_, to_local, uniform
+from parallel_ops.layers.initialization import fill_, init_sharded_, uniform
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, to_local
 from parallel_ops.ops import bias_dropout_add, grouped_linear
 
 
@@ -153,14 +154,13 @@ def column_adapters(
     """The terms that adapters of column-parallel linears with one input add; ``None`` for a linear without one.
 
     Args:
+        adapters: of each linear, at least one.
         rows: this rank's rows of a B that is whole on every rank; ``None`` if it is sharded.
         sizes: with ``sequence_parallel``, the rows of ``x`` on every rank; ``None`` for equal parts.
 
     Sharding: x replicated, or S(0) with ``sequence_parallel``; the results S(-1).
     """
     used = [(adapter, own) for adapter, own in zip(adapters, rows, strict=True) if adapter is not None]
-    if not used:
-        return [None] * len(adapters)
     first, group = used[0][0], used[0][0].group
     if first.drops:
         x = first.drop(x, _rows_before(x, first, sequence_parallel, sizes) * x.shape[1:].numel())

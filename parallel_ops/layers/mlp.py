@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.initialization import InitFn
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.linear_base import LinearArguments, column_linears
-from parallel_ops.layers.parameters import InitFn, ShardedModule
+from parallel_ops.layers.parameters import ShardedModule, check_input, propagates_errors
 from parallel_ops.ops import bias_gelu, silu_mul
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")

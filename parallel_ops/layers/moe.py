@@ -20,11 +20,11 @@ from parallel_ops._internal.distributed.compat import in_backward, suspended_mod
 from parallel_ops._internal.distributed.groups import GradReduce, group_rank
 from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
-from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts
+from parallel_ops.layers.initialization import InitFn
 from parallel_ops.layers.linear_base import add_residual
 from parallel_ops.layers.mlp import ParallelMLP
-from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
+from parallel_ops.layers.parameters import ShardedModule, check_input, check_mesh, propagates_errors
 from parallel_ops.layers.replicated import Router
 from parallel_ops.tensor_parallel.linear.call import Overlap
 

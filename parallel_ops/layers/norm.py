@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill_, to_local
+from parallel_ops.layers.initialization import fill_
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, to_local
 from parallel_ops.ops import layer_norm, rms_norm
 
 

@@ -9,14 +9,13 @@ those of a module in one message. A module must not be larger than what lies bet
 split into input and weight gradients (torch.distributed.pipelining) walks everything between what one such function
 feeds.
 
-``init_sharded_``: a weight is initialised in tiles, each with its own seed. A rank computes only the tiles that overlap
-its shard, and the result is independent of the mesh.
+``check_input`` and ``propagates_errors``: checks before communication starts, whose errors the other ranks get too.
 """
 
 import copy
-import hashlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +23,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.distributed.compat import new_dtensor
 from parallel_ops._internal.distributed.groups import group_rank
-from parallel_ops._internal.distributed.shards import local_box
 from parallel_ops.comm import copy_to_group, primitives
+from parallel_ops.comm.consistency import propagate_errors
 
-InitFn = Callable[[Tensor], object]
-
-# Large enough for full speed, small enough that little is computed outside a rank's shard.
-_TILE = (64, 1024)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def empty_parameter(
@@ -206,64 +204,34 @@ def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
             grads[i] = part.view(shape)
 
 
-@torch.no_grad()
-def init_sharded_(parameter: Tensor, init: InitFn) -> None:
-    """Initialises a parameter, or this rank's shard of it, with a seed from PyTorch's default generator.
+def propagates_errors(forward: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a module's forward: an exception on one rank is published to the other ranks of its group.
 
-    Ranks whose generators are in the same state get shards of one weight, the same on any mesh and under FSDP. On the
-    meta device only the generator advances.
+    Only the outermost decorated module publishes, without waiting. Other ranks raise in their next collective.
+    """
+
+    @functools.wraps(forward)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        module = args[0]
+        if module.group is None:  # type: ignore[attr-defined]
+            return forward(*args, **kwargs)
+        name = type(module).__name__
+        with propagate_errors(name, module.group, *args[1:], *kwargs.values()):  # type: ignore[attr-defined]
+            return forward(*args, **kwargs)
+
+    return call
+
+
+def check_input(layer: str, x: Tensor, weight: Tensor, form: str = "[s, ..., {}]", *, parts: int = 1) -> None:
+    """Raises unless ``weight`` can be applied to the last dimension of ``x``.
 
     Args:
-        init: fills a tile of at most 64 x 1,024 elements in place, fp32 (fp64 for fp64 parameters), each element
-            independently, from the default generator of the parameter's device.
+        form: shape of x in the error, ``{}`` for its last dimension. Without "..." x must have that many dimensions.
+        parts: number of ranks over which the last dimension of x is sharded.
     """
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    if local.is_meta or not local.numel():
-        return
-    offset, _ = local_box(parameter)
-    # A vector is one row; a matrix of more dimensions is a stack, each with seeds of its own.
-    first, row, column = (0,) * (3 - len(offset)) + tuple(offset)
-    stack = local.view((1,) * (3 - local.dim()) + tuple(local.shape))
-    whole = (1, *parameter.shape)[-2:]
-    on_gpu = local.device.type == "cuda"
-    with torch.random.fork_rng([local.device] if on_gpu else []):
-        for number, matrix in enumerate(stack, first):
-            seeds = (seed, number) if local.dim() > 2 else (seed,)
-            _init_matrix(matrix, init, seeds, row, column, whole)
-
-
-def _init_matrix(
-    matrix: Tensor, init: InitFn, seeds: tuple[int, ...], row: int, column: int, whole: Sequence[int]
-) -> None:
-    """Initialises the part of a matrix of shape ``whole`` that begins at this row and column."""
-    wide = torch.float64 if matrix.dtype is torch.float64 else torch.float32
-    on_gpu = matrix.device.type == "cuda"
-    generator = torch.cuda.default_generators[matrix.device.index] if on_gpu else torch.default_generator
-    for r in range(row // _TILE[0], -(-(row + matrix.shape[0]) // _TILE[0])):
-        for c in range(column // _TILE[1], -(-(column + matrix.shape[1]) // _TILE[1])):
-            tile = torch.empty(
-                min(_TILE[0], whole[0] - r * _TILE[0]), min(_TILE[1], whole[1] - c * _TILE[1]), device=matrix.device,
-                dtype=wide,
-            )  # fmt: skip
-            generator.manual_seed(_seed(*seeds, r, c))
-            init(tile)
-            top, left = r * _TILE[0] - row, c * _TILE[1] - column
-            into = matrix[max(top, 0) : top + tile.shape[0], max(left, 0) : left + tile.shape[1]]
-            into.copy_(tile[max(-top, 0) :, max(-left, 0) :][: into.shape[0], : into.shape[1]])
-
-
-def _seed(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
-
-
-def fill_(parameter: Tensor, value: float) -> None:
-    """Fills a parameter, or this rank's shard of it, with one value."""
-    with torch.no_grad():
-        (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).fill_(value)
-
-
-def uniform(fan_in: int) -> InitFn:
-    """The initialisation of ``torch.nn.Linear``: uniform in ``+-1 / sqrt(fan_in)``."""
-    bound = fan_in**-0.5 if fan_in > 0 else 0.0
-    return lambda tile: tile.uniform_(-bound, bound)
+    check_floating(layer, "x", x)
+    width, dims = weight.shape[-1] // parts, len(form.split(","))
+    if x.dim() == 0 or x.shape[-1] != width or ("..." not in form and x.dim() != dims):
+        raise ValueError(f"{layer}: x must be {form.format(width)}, got {list(x.shape)}")
+    check_same_device(layer, "x", x, "the weight", weight)
+    check_same_dtype(layer, "x", x, "the weight", weight)

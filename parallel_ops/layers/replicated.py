@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from parallel_ops.layers.initialization import InitFn, init_sharded_, uniform
 from parallel_ops.layers.lora import LoraAdapter, whole_adapter
-from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, to_local, uniform
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, to_local
 from parallel_ops.ops import Routing, route
 
 

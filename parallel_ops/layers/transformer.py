@@ -21,14 +21,14 @@ from typing_extensions import Unpack
 
 from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
-from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
+from parallel_ops.layers.initialization import InitFn
 from parallel_ops.layers.latent_attention import ParallelLatentAttention
 from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import InitFn, ShardedModule
+from parallel_ops.layers.parameters import ShardedModule, check_input, propagates_errors
 
 
 class ParallelTransformerLayer(ShardedModule):

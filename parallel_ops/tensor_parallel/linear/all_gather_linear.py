@@ -29,8 +29,8 @@ from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric
-from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
-from parallel_ops.tensor_parallel.linear.call import SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.autograd import LinearOp
+from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, Overlap, WeightGradients, rows_of
 from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import Span, gather, matrix, multiply, start_gather, start_scatter
 
@@ -124,12 +124,8 @@ def all_gather_linear(
         >>> all_gather_linear(x, weight, group=None).shape  # group=mesh["tp"].get_group() under torchrun
         torch.Size([128, 2, 256])
     """
-    options = LinearOptions(
-        group, overlap, grad_reduce, sizes=sizes,
-        main_grads=None if main_grad is None else as_list(main_grad), deferred=deferred,
-    )  # fmt: skip
-    outputs = _op(x, as_list(weight), [] if bias is None else as_list(bias), options)
-    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+    options = LinearOptions(group, overlap, grad_reduce, sizes, main_grad, deferred)
+    return _op(x, weight, bias, options)
 
 
 def all_gather_linear_reference(
@@ -228,7 +224,7 @@ class _AllGatherLinear(LinearOp):
             return run(OFF)
         same = x.shape[1:], len(weights), len(biases)
         call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}", weights)
-        if call.overlap == SYMMETRIC:
+        if call.symmetric:
             symmetric.check(_NAME, call.process_group(), x, call.sizes)
             _, products = symmetric.gather_and_multiply(call.process_group(), matrix(x), weights, each)
             return [symmetric.owned(y, (sum(call.sizes), *x.shape[1:-1], y.shape[1])) for y in products]

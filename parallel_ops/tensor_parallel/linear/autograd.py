@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +36,8 @@ from parallel_ops._internal.gradients.weight_gradients import (
     targets_of,
 )
 from parallel_ops.comm.consistency import propagate_errors
-from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, check_arguments, encode
+from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, WeightGradients, check_arguments, encode
 from parallel_ops.tensor_parallel.linear.chunked import matrix
-
-
-class WeightGradients(Protocol):
-    """Computes weight gradients from their factors.
-
-    Args:
-        dys, inputs: the output gradients and the input, matrices of the same rows; their matmuls are the gradients.
-        part: the weights whose gradients are computed now.
-    """
-
-    def __call__(self, dys: Sequence[Tensor], inputs: Tensor, part: slice = ..., /) -> None: ...
-
 
 # Entering a disabled autocast costs the host as much as a small matmul.
 _NOTHING = nullcontext()
@@ -58,7 +46,7 @@ _ALL = slice(None)
 T = TypeVar("T")
 
 
-def as_list(one_or_several: T | Sequence[T]) -> list[T]:
+def _as_list(one_or_several: T | Sequence[T]) -> list[T]:
     return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
 
 
@@ -114,13 +102,18 @@ class LinearOp(abc.ABC):
         """The first dimension of the outputs."""
         return sum(call.sizes)
 
-    def __call__(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], options: LinearOptions) -> list[Tensor]:
-        """Checks all arguments and runs."""
+    def __call__(
+        self, x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor] | None,
+        options: LinearOptions,
+    ) -> Any:  # fmt: skip
+        """Checks all arguments and runs; returns one tensor for one weight, a tuple for several."""
         group, deferred = options.group, options.deferred
+        weights, biases = _as_list(weight), [] if bias is None else _as_list(bias)
+        main_grads: list[Target] | None = None if options.main_grad is None else _as_list(options.main_grad)
         group_id = group_name(self.name, group)
         with propagate_errors(self.name, group, x, *weights, checked=True):
             check_arguments(self.name, x, weights, biases, group)
-            targets = targets_of(self.name, weights, options.main_grads, deferred)
+            targets = targets_of(self.name, weights, main_grads, deferred)
             code, fp32 = encode(self.name, options.overlap), is_fp32(self.name, options.grad_reduce)
             shards = self.split(x, options.sizes, group)
         grad = torch.is_grad_enabled()
@@ -131,8 +124,10 @@ class LinearOp(abc.ABC):
         handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
         if handled or (any(needs) and _can_bypass_dispatcher(tensors)):
             call = GroupCall(self.name, *arguments)
-            return list(_Linear.apply(self, call, targets, deferred if handled else None, *tensors))
-        return self._op(x, weights, biases, *arguments)
+            outputs = _Linear.apply(self, call, targets, deferred if handled else None, *tensors)
+        else:
+            outputs = self._op(x, weights, biases, *arguments)
+        return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
 
     def gradients(
         self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], targets: Sequence[Target]
@@ -154,12 +149,6 @@ class LinearOp(abc.ABC):
     def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
         with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _autocast_disabled(x):
             return self.forward(call, x, weights, biases)
-
-    def dispatched(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        """``run`` through the dispatcher; outputs are new tensors."""
-        op: Any = self._op.dispatched
-        outputs: list[Tensor] = op(x, weights, biases, *call.arguments()[: len(op._schema.arguments) - 3])
-        return outputs
 
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
         return self.forward(GroupCall(self.name, *arguments), x, weights, biases)
@@ -262,7 +251,8 @@ class _Linear(torch.autograd.Function):
         if is_in_torch_dispatch_mode():
             # A mode sees one op, as without targets: selective recomputation keeps its output, and must not keep
             # buffers that the forward writes to.
-            return tuple(op.dispatched(call, x, weights, biases))
+            dispatched: Any = op._op.dispatched
+            return tuple(dispatched(x, weights, biases, *call.arguments()[: len(dispatched._schema.arguments) - 3]))
         return tuple(op.run(call, x, weights, biases))
 
     @staticmethod

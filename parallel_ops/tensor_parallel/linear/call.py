@@ -9,7 +9,7 @@ auto        ``off`` or the number of chunks that is the fastest (``choose.py``)
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -80,12 +80,23 @@ def check_arguments(
         check_same_dtype(op, "bias", bias, "x", x)
 
 
+class WeightGradients(Protocol):
+    """Computes weight gradients from their factors.
+
+    Args:
+        dys, inputs: the output gradients and the input, matrices of the same rows; their matmuls are the gradients.
+        part: the weights whose gradients are computed now.
+    """
+
+    def __call__(self, dys: Sequence[Tensor], inputs: Tensor, part: slice = ..., /) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearOptions:
     """The keyword arguments of the linears over a group, made by the public functions; see ``all_gather_linear``.
 
     Attributes:
-        main_grads: one for each weight.
+        main_grad: one for each weight, if there are several.
         partial_bias: the gradient of bias is of this rank's rows only.
     """
 
@@ -93,7 +104,7 @@ class LinearOptions:
     overlap: Overlap
     grad_reduce: GradReduce
     sizes: Sequence[int] | None = None
-    main_grads: Sequence[Target] | None = None
+    main_grad: Target | Sequence[Target] = None
     deferred: DeferredWeightGradients | None = None
     partial_bias: bool | None = None  # of ops that have one
 
@@ -109,6 +120,10 @@ class GroupCall:
     needs: list[bool]  # whether x, each weight and each bias need a gradient
     exact: bool = True  # sums are in rank order in fp32, not the backend's
     partial_bias: bool = False  # the gradient of bias is of this rank's rows only
+
+    @property
+    def symmetric(self) -> bool:
+        return self.overlap == SYMMETRIC
 
     def arguments(self) -> tuple[object, ...]:
         """The fields as ops take them after their tensors; most ops have no ``partial_bias``, the last one."""

@@ -31,8 +31,8 @@ from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
-from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
-from parallel_ops.tensor_parallel.linear.call import SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.autograd import LinearOp
+from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, Overlap, WeightGradients, rows_of
 from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import Span, matrix, scatter, split, start_gather, start_scatter
 
@@ -118,12 +118,8 @@ def column_parallel_linear(
         >>> column_parallel_linear(x, weight, group=None).shape  # group=mesh["tp"].get_group() under torchrun
         torch.Size([128, 2, 256])
     """
-    options = LinearOptions(
-        group, overlap, grad_reduce,
-        main_grads=None if main_grad is None else as_list(main_grad), deferred=deferred,
-    )  # fmt: skip
-    outputs = _op(x, as_list(weight), [] if bias is None else as_list(bias), options)
-    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+    options = LinearOptions(group, overlap, grad_reduce, main_grad=main_grad, deferred=deferred)
+    return _op(x, weight, bias, options)
 
 
 def column_parallel_linear_reference(
@@ -207,7 +203,7 @@ class _ColumnParallelLinear(LinearOp):
                 _start_sum(call, transport, x, chunks, partial)[1].wait()
 
             chunks = call.overlap if call.overlap > OFF else OFF
-            if call.exact and call.overlap != SYMMETRIC:
+            if call.exact and not call.symmetric:
                 # Else the backend's all-reduce runs beside dW, which chunks cannot beat by much.
                 chunks = call.chunks("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run)
             dx, arriving = _start_sum(call, transport, x, chunks, partial, first_products)

@@ -29,8 +29,8 @@ from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear import symmetric
-from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients
-from parallel_ops.tensor_parallel.linear.call import SYMMETRIC, GroupCall, LinearOptions, Overlap, rows_of
+from parallel_ops.tensor_parallel.linear.autograd import LinearOp
+from parallel_ops.tensor_parallel.linear.call import GroupCall, LinearOptions, Overlap, WeightGradients, rows_of
 from parallel_ops.tensor_parallel.linear.choose import OFF
 from parallel_ops.tensor_parallel.linear.chunked import (
     Span,
@@ -111,12 +111,9 @@ def linear_reduce_scatter(
     if bias_gradient not in ("complete", "partial"):
         with propagate_errors(_NAME, group, x, weight, checked=True):
             raise ValueError(f"{_NAME}: bias_gradient must be 'complete' or 'partial', got {bias_gradient!r}")
-    options = LinearOptions(
-        group, overlap, grad_reduce, sizes, None if main_grad is None else [main_grad], deferred,
-        partial_bias=bias_gradient == "partial",
-    )  # fmt: skip
-    (y,) = _op(x, [weight], [] if bias is None else [bias], options)
-    return y
+    partial = bias_gradient == "partial"
+    options = LinearOptions(group, overlap, grad_reduce, sizes, main_grad, deferred, partial_bias=partial)
+    return _op(x, weight, bias, options)
 
 
 def linear_reduce_scatter_reference(
@@ -197,7 +194,7 @@ class _LinearReduceScatter(LinearOp):
         call.check_consistency(
             transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights
         )
-        if call.overlap == SYMMETRIC:
+        if call.symmetric:
             symmetric.check(_NAME, call.process_group(), x.new_empty((0, weight.shape[0])), call.sizes)
             total = symmetric.multiply_and_scatter(call.process_group(), matrix(x), weight)
             y = symmetric.owned(total, (call.sizes[transport.rank], *x.shape[1:-1], weight.shape[0]))
@@ -218,7 +215,7 @@ class _LinearReduceScatter(LinearOp):
 
         if transport is None or not call.needs[0]:
             dx, whole = run(OFF)
-        elif call.overlap == SYMMETRIC:
+        elif call.symmetric:
             whole, (dx,) = symmetric.gather_and_multiply(call.process_group(), matrix(grad), [weight.t()], [None])
             dx = dx.view(x.shape)
         else:

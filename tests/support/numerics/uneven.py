@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parallel_ops import ParallelMesh
 from parallel_ops.layers import VocabParallelEmbedding
-from parallel_ops.layers.parameters import fill_
+from parallel_ops.layers.initialization import fill_
 from parallel_ops.models import Transformer
 from parallel_ops.train.checkpoint.planners import LoadPlanner, SavePlanner
 from parallel_ops.train.step.muon import MuonAndAdamW
