@@ -11,6 +11,7 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 from support.integrations import megatron as trained
+from support.integrations import megatron_functions
 from support.integrations.megatron import Case
 
 SEQUENCE = {"sequence_parallel": True}
@@ -102,7 +103,7 @@ def test_parameters_and_checkpoints_look_as_megatrons():
 def test_cross_entropies(fused, label_smoothing):
     if fused and label_smoothing:
         pytest.skip("the fused loss has no label smoothing")
-    for results, inside, all_reduces in ranks(2).run(trained.losses_of_shards, label_smoothing, fused):
+    for results, inside, all_reduces in ranks(2).run(megatron_functions.losses_of_shards, label_smoothing, fused):
         of_stock = 2 if fused else 3
         assert all_reduces == [of_stock, 0, of_stock]  # stock, ours, exact
         for of_ours, right in zip(results["ours"], results["right"], strict=True):
@@ -130,7 +131,7 @@ ATTENTIONS = [
 def test_core_attention(options):
     # Windows that reach forward take no packed sequences.
     configs = [c for c in ATTENTIONS if not (c.get("window_size") == (3, 2) and options.get("packed"))]
-    found, _ = ranks(2).run(trained.attention, options, [Case("stock", config=config) for config in configs])
+    found, _ = ranks(2).run(megatron_functions.attention, options, [Case("stock", config=config) for config in configs])
     for config, (stock, ours) in zip(configs, found, strict=True):
         for of_stock, of_ours in zip(stock, ours, strict=True):
             torch.testing.assert_close(of_ours, of_stock, rtol=1e-4, atol=1e-5, msg=lambda m, c=config: f"{c}: {m}")

@@ -3,25 +3,16 @@
 import contextlib
 import gc
 import io
-import os
-import resource
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import Trainer, loop
 from parallel_ops.train.checkpoint import resume
-from parallel_ops.train.checkpoint.writer import CheckpointWriter
 from parallel_ops.train.config import Settings
-from parallel_ops.train.report import outputs
 from parallel_ops.train.results import Result
 from support.parallelism.layers import mesh_of
 
@@ -175,108 +166,6 @@ def train(rank: int, settings: Settings, resume: Path | None = None) -> Result:
     if resume is not None:
         trainer.resume(resume)
     return trainer.train()
-
-
-def train_with_a_signal(rank: int, settings: Settings, number: int, at: int) -> Result:
-    """The last rank alone gets a signal, in its step ``at``."""
-    trainer = trainer_of(settings)
-    take = trainer.step
-
-    def step(**options: Any) -> Any:
-        if trainer.global_step == at - 1 and rank == trainer.world - 1:
-            os.kill(os.getpid(), number)
-        return take(**options)
-
-    with mock.patch.object(trainer, "step", step):
-        return trainer.train()
-
-
-def train_killed(rank: int, settings: Settings, killed: tuple[int, ...], save: int) -> None:
-    """Ranks that end in the middle of the save of this number, after their own data are written."""
-    with _in_save(save, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank in killed else None):
-        trainer_of(settings).train()
-
-
-def train_on_a_full_disk(rank: int, settings: Settings, save: int) -> Result:
-    """From this save on no file can have more than some bytes, as the system says it."""
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with _in_save(save, fill, before=True), mock.patch.object(loop, "_PAUSE_SECONDS", 0.1):
-            return trainer_of(settings).train()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextlib.contextmanager
-def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> Any:
-    write, count = CheckpointWriter.write_data, 0
-
-    def write_data(self: Any, *args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if before and count == number:
-            act()
-        written = write(self, *args)
-        if not before and count == number:
-            act()
-        return written
-
-    with mock.patch.object(CheckpointWriter, "write_data", write_data):
-        yield
-
-
-def many_trainers(rank: int, settings: Settings, number: int) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
-    """Groups, files and threads before and after runs in one process, and the last checkpoint of each run."""
-
-    def count() -> tuple[int, ...]:
-        gc.collect()
-        groups = len(dist.distributed_c10d._world.pg_map)
-        return groups, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    def run(index: int) -> str:
-        folder = settings.checkpoint.dir / str(index)
-        own = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"dir": folder})})
-        mesh = ParallelMesh(dp_shard=2)
-        with Trainer(own, mesh) as trainer:
-            result = trainer.train()
-        mesh.close()
-        assert result.checkpoint is not None
-        return result.checkpoint.name
-
-    run(-1)
-    before = count()
-    saved = [run(index) for index in range(number)]
-    end, after = time.monotonic() + 10, count()
-    while time.monotonic() < end and any(b < a for b, a in zip(before, after, strict=True)):
-        time.sleep(0.1)  # threads of a backend end a moment after their group
-        after = count()
-    return before, after, saved
-
-
-def train_where_saves_fail(rank: int, settings: Settings, failing: int, failures: int) -> tuple[int, list[str]]:
-    """The last rank cannot write from its save number ``failing`` on, as often as ``failures`` says."""
-    write, count, said = CheckpointWriter.write_data, 0, list[str]()
-
-    def write_data(self: Any, *args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if rank == dist.get_world_size() - 1 and failing <= count < failing + failures:
-            raise OSError(5, "Input/output error")
-        return write(self, *args)
-
-    def warn(text: str) -> None:
-        said.append(text)
-
-    with (
-        mock.patch.object(CheckpointWriter, "write_data", write_data),
-        mock.patch.object(loop, "_PAUSE_SECONDS", 0.1),
-        mock.patch.object(outputs, "warn", warn),
-    ):
-        return trainer_of(settings).train().step, said
 
 
 def saved_while_it_changes(rank: int, settings: Settings) -> bool:

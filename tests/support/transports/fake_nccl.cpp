@@ -1,15 +1,11 @@
-// A libnccl whose ranks are threads or processes of this machine, and a CUDA driver for it: every entry that the binding
-// calls moves the bytes that NCCL would move, on streams, so that ops run from end to end without a GPU. Ranks that
-// make different calls get an error. It is as strict as NCCL: a send is done when its data is in a buffer, which an abort
-// drops and finalizing flushes; an id of an earlier life answers nobody; a call can be told never to return, not even
-// after an abort. It writes down what it is asked if told so, and fails as it is told.
+// A libnccl whose ranks are threads or processes of this machine, and a CUDA driver for it: every entry that the
+// binding calls moves the bytes that NCCL would move, on streams, so that ops run from end to end without a GPU. Ranks
+// that make different calls get an error. It is as strict as NCCL: a send is done when its data is in a buffer, which
+// an abort drops and finalizing flushes; an id of an earlier life answers nobody; a call can be told never to return,
+// not even after an abort. It writes down what it is asked if told so, and fails as it is told.
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -17,29 +13,18 @@
 
 #include "api.h"
 #include "fake_cuda.h"
+#include "fake_messages.h"
 
-using namespace parallel_ops::nccl;
+using fake::Board, fake::Channel, fake::Group, fake::shared, fake::size_of, fake::wait_until;
 
 namespace {
 
 constexpr Result kSystemError = Result(2), kInternalError = Result(3), kRemoteError = Result(6);
-constexpr int kRanks = 16;
-constexpr size_t kChunk = 64 << 10;
-
-struct Channel {  // from one rank to another, a chunk at a time
-  std::atomic<uint64_t> written, taken, lost;
-  uint64_t bytes, total, tag;
-  char data[kChunk];
-};
-struct Board {  // memory that all ranks of a communicator share
-  std::atomic<int> joined;
-  Channel channels[kRanks][kRanks];  // from, to
-};
 
 std::mutex mutex;
 bool logging = false;
 std::string lines, failing, stuck;  // the function that fails, and the one that never returns
-std::vector<std::string> boards;  // files, which are there until all ranks have joined
+std::vector<std::string> boards;    // files, which are there until all ranks have joined
 int reported_version = FAKE_VERSION, async_error = kSuccess, ids = 0;
 Result failure = kInternalError;
 std::atomic<int> alive{0};
@@ -67,164 +52,6 @@ unsigned long long number(const void* pointer) { return reinterpret_cast<unsigne
 void fake::note_driver(const char* name, void* stream) { note(name, "stream=%llx", number(stream)); }
 
 namespace {
-
-template <class Condition>
-bool wait_until(const std::atomic<bool>& aborted, Condition condition) {
-  for (int i = 0; !condition(); ++i) {
-    if (aborted) return false;
-    if (i < 100) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  }
-  return true;
-}
-
-template <class T>
-T* shared(int file, size_t size) {
-  void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  return found == MAP_FAILED ? nullptr : static_cast<T*>(found);
-}
-
-}  // namespace
-
-namespace parallel_ops::nccl {
-struct Comm {
-  int size, rank;
-  Board* board;
-  std::atomic<bool> aborted{false};
-  std::atomic<int> running{0}, error{kSuccess};
-
-  // What has been sent is in the hands of the peers.
-  bool flushed() const {
-    for (int peer = 0; peer < size; ++peer) {
-      const Channel& channel = board->channels[rank][peer];
-      if (channel.written != channel.taken) return false;
-    }
-    return true;
-  }
-};
-}  // namespace parallel_ops::nccl
-
-namespace {
-
-struct Transfer {
-  Channel* channel;
-  char* data;
-  size_t total, left;
-  uint64_t tag;
-  bool sends;
-
-  // True if something was moved.
-  bool step(Comm& comm) {
-    const uint64_t written = channel->written, taken = channel->taken;
-    if (sends ? written != taken : written == taken || channel->lost > taken) return false;
-    const size_t bytes = std::min(left, kChunk);
-    if (sends) {
-      channel->bytes = bytes, channel->total = total, channel->tag = tag;
-      memcpy(channel->data, data, bytes);
-      ++channel->written;
-    } else {
-      if (channel->total != total || channel->tag != tag) comm.error = kInvalidUsage;
-      memcpy(data, channel->data, std::min<size_t>(bytes, channel->bytes));
-      ++channel->taken;
-    }
-    data += bytes, left -= bytes;
-    return true;
-  }
-};
-
-class Group {
- public:
-  Group(Comm& comm, uint64_t tag) : comm_(comm), tag_(tag) {}
-  void send(const void* data, size_t bytes, int to) {
-    add({&comm_.board->channels[comm_.rank][to], static_cast<char*>(const_cast<void*>(data)), bytes, bytes, tag_, true});
-  }
-  void receive(void* data, size_t bytes, int from) {
-    add({&comm_.board->channels[from][comm_.rank], static_cast<char*>(data), bytes, bytes, tag_, false});
-  }
-  void tag(uint64_t tag) { tag_ = tag; }
-  void run() {
-    while (!transfers_.empty()) {
-      bool moved = false;
-      std::vector<Channel*> waiting;
-      for (auto it = transfers_.begin(); it != transfers_.end();) {
-        const bool behind = std::find(waiting.begin(), waiting.end(), it->channel) != waiting.end();
-        if (!behind && it->step(comm_)) {
-          moved = true;
-          if (it->left == 0) {
-            it = transfers_.erase(it);
-            continue;
-          }
-        }
-        waiting.push_back(it->channel);
-        ++it;
-      }
-      if (comm_.aborted) return;
-      if (!moved) std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  }
-
- private:
-  void add(Transfer transfer) {
-    if (transfer.left > 0) transfers_.push_back(transfer);
-  }
-  Comm& comm_;
-  uint64_t tag_;
-  std::vector<Transfer> transfers_;
-};
-
-float load(const uint16_t* bits) {
-  const uint32_t wide = static_cast<uint32_t>(*bits) << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
-}
-void store(uint16_t* bits, float value) {
-  uint32_t wide;
-  memcpy(&wide, &value, 4);
-  *bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
-}
-
-template <class T, class Sum>
-void add_up(char* out, const std::vector<const char*>& parts, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    Sum sum = 0;
-    for (const char* part : parts) {
-      const T* at = reinterpret_cast<const T*>(part) + i;
-      if constexpr (std::is_same_v<T, uint16_t>) {
-        sum += load(at);
-      } else {
-        sum += *at;
-      }
-    }
-    if constexpr (std::is_same_v<T, uint16_t>) {
-      store(reinterpret_cast<T*>(out) + i, sum);
-    } else {
-      reinterpret_cast<T*>(out)[i] = static_cast<T>(sum);
-    }
-  }
-}
-
-size_t size_of(DataType type) {
-  return type == kUint8 ? 1 : type == kBfloat16 || type == kFloat16 ? 2 : type == kInt64 || type == kFloat64 ? 8 : 4;
-}
-
-void sum(char* out, const std::vector<const char*>& parts, size_t count, DataType type) {
-  switch (type) {
-    case kFloat32:
-      return add_up<float, double>(out, parts, count);
-    case kFloat64:
-      return add_up<double, double>(out, parts, count);
-    case kBfloat16:
-      return add_up<uint16_t, float>(out, parts, count);
-    case kInt64:
-      return add_up<int64_t, int64_t>(out, parts, count);
-    default:
-      return add_up<int32_t, int32_t>(out, parts, count);
-  }
-}
 
 // The same on all ranks that make the same call.
 uint64_t tag_of(int kind, size_t count, DataType type) { return kind * 1000003 + count * 31 + type; }
@@ -271,7 +98,7 @@ void fake_reset() {
   logging = fake::discarding = false;
 }
 void fake_logging(bool on) { logging = on; }
-void fake_discard(bool on) { fake::discarding = on; }    // nothing is moved, and nothing waits for other ranks
+void fake_discard(bool on) { fake::discarding = on; }  // nothing is moved, and nothing waits for other ranks
 void fake_version(int code) { reported_version = code; }
 void fake_async(int error) { async_error = error; }
 void fake_failing(const char* name, int code) {
@@ -312,8 +139,8 @@ Result ncclGetUniqueId(UniqueId* id) {
   return note("GetUniqueId");
 }
 Result ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, RawConfig* c) {
-  const Result result = note("CommInitRankConfig", "size=%d rank=%d blocking=%d max=%d", size, rank, c->blocking,
-                             c->max_ctas);
+  const Result result =
+      note("CommInitRankConfig", "size=%d rank=%d blocking=%d max=%d", size, rank, c->blocking, c->max_ctas);
   if (result != kSuccess) return result;
   auto* made = new Comm{size, rank, nullptr};
   ++alive;
@@ -404,7 +231,7 @@ Result collective(const char* name, int kind, const void* x, void* out, size_t c
     if (!sums) return;
     std::vector<const char*> parts;
     for (int rank = 0; rank < comm->size; ++rank) parts.push_back(landing->data() + rank * bytes);
-    sum(static_cast<char*>(out), parts, count, type);
+    fake::sum(static_cast<char*>(out), parts, count, type);
   };
   return add(result, comm, stream, calls, after);
 }

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from parallel_ops.train import CheckpointError, Trainer, loop
 from parallel_ops.train.checkpoint import checkpoints
 from support.ranks.distributed import Raised, Ranks, ranks
+from support.runs import faults
 from support.runs import trainer as runs
 
 TWO = {"dp": 2, "zero": 3, "global_batch": 4}
@@ -38,7 +39,7 @@ def names(folder):
 def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path)}, run={"steps": 50})
     handler = signal.getsignal(number)
-    for result in ranks(2).run(runs.train_with_a_signal, settings, number, 3):
+    for result in ranks(2).run(faults.train_with_a_signal, settings, number, 3):
         assert (result.step, result.stopped) == (3, number.name)
         assert result.checkpoint == tmp_path / "step-00000003"
     assert signal.getsignal(number) == handler
@@ -53,7 +54,7 @@ def test_killed_in_the_middle_of_a_save(data, tmp_path, killed):
     sections = {"parallel": TWO, "checkpoint": {"dir": str(tmp_path), "interval": 2}, "run": {"steps": 6}}
     group = Ranks(2)
     try:
-        outcomes = group.outcomes(runs.train_killed, runs.settings_of(data, **sections), killed, 2)
+        outcomes = group.outcomes(faults.train_killed, runs.settings_of(data, **sections), killed, 2)
     finally:
         group.close()
     assert all(isinstance(outcome, Raised) for outcome in outcomes)
@@ -67,7 +68,7 @@ def test_killed_in_the_middle_of_a_save(data, tmp_path, killed):
 def test_a_full_disk(data, tmp_path, asynchronous):
     checkpoint = {"dir": str(tmp_path), "interval": 1, "asynchronous": asynchronous}
     settings = runs.settings_of(data, parallel=TWO, checkpoint=checkpoint)
-    for outcome in ranks(2).outcomes(runs.train_on_a_full_disk, settings, 3):
+    for outcome in ranks(2).outcomes(faults.train_on_a_full_disk, settings, 3):
         assert outcome.type == "CheckpointError"
         # The save after step 3 fails, and again at once: beside the steps it is noticed after the next one.
         assert re.search(r"cannot write the checkpoint .*\.step-0000000[34]\.part: rank 0", outcome.message)
@@ -83,7 +84,7 @@ def test_a_save_that_fails_is_tried_again_at_once_and_after_a_pause(data, tmp_pa
         folder = tmp_path / str(interval)
         checkpoint = {"dir": str(folder), "interval": interval, "asynchronous": asynchronous}
         settings = runs.settings_of(data, parallel=TWO, checkpoint=checkpoint)
-        outcomes = ranks(2).outcomes(runs.train_where_saves_fail, settings, failing, failures)
+        outcomes = ranks(2).outcomes(faults.train_where_saves_fail, settings, failing, failures)
         if failures == 3:
             assert [outcome.type for outcome in outcomes] == ["CheckpointError"] * 2
             assert "rank 1: [Errno 5] Input/output error (there is none before it)" in outcomes[0].message
@@ -258,6 +259,6 @@ def test_many_trainers_leave_nothing_open(data, tmp_path):
 
 def test_many_trainers_leave_no_group(data, tmp_path):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path), "interval": 2})
-    for first, last, saved in ranks(2).run(runs.many_trainers, settings, 4):
+    for first, last, saved in ranks(2).run(faults.many_trainers, settings, 4):
         assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
         assert saved == [f"step-{5:08}"] * 4
