@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
@@ -22,6 +23,8 @@ from parallel_ops.ops.attention.block import Dropout, dropout_keep_mask
 from parallel_ops.ops.attention.options import AttentionOptions
 
 SEED = 1234567
+KINDS = ("zigzag", "striped", "contiguous")
+ANY = (*KINDS, "balanced", "scattered")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,3 +166,45 @@ def inputs(
     generator = torch.Generator().manual_seed(rank)
     shapes = [(s, 2, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, d_v))]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def cases(draw):
+    """Any attention, shared out in any way: (case, ranks)."""
+    size = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]))
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
+    ulysses_degree = draw(st.sampled_from([n for n in divisors(size) if kv_heads % n == 0]))
+    length = draw(st.integers(0, 40))
+    documents = None
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=6)))
+        documents = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
+    ranges = None
+    if documents is None and draw(st.booleans()):
+        bounds = st.lists(st.integers(0, length), min_size=length, max_size=length)
+        first, end = sorted(draw(bounds)), sorted(draw(bounds))
+        ranges = tuple(first), tuple(n - 1 for n in end)
+    causal = draw(st.booleans())
+    case = Case(
+        length,
+        batch=draw(st.sampled_from([1, 2])),
+        heads=kv_heads * draw(st.sampled_from([1, 2])),
+        kv_heads=kv_heads,
+        head_dim_v=draw(st.sampled_from([None, 3, 6])),
+        causal=causal,
+        window=draw(st.one_of(st.none(), st.integers(1, 45))) if causal else None,
+        sink=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        dropout_p=draw(st.sampled_from([0.0, 0.3])),
+        documents=documents,
+        ranges=ranges,
+        layout=draw(st.sampled_from(ANY)),
+        ulysses_degree=ulysses_degree,
+        all_gather=ulysses_degree == 1 and draw(st.booleans()),
+        ranks_per_node=draw(st.sampled_from(divisors(size))),
+    )
+    return case, size
