@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parallel_ops import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import linear_cross_entropy_reference
 from support.numerics import suite, vocab_parallel
-from support.numerics.suite import DEVICES, DTYPES, randn
-from support.numerics.vocab_parallel import sharded_linear_cross_entropy
+from support.numerics.suite import DEVICES, DTYPES
+from support.numerics.vocab_parallel import inputs, sharded_linear_cross_entropy
 from support.ranks.distributed import Raised, ranks
 
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -34,15 +34,6 @@ options_of_any_kind = st.fixed_dictionaries(
 def positional(op, **options):
     """``op`` with the bias as its fourth argument, so that the checks differentiate it."""
     return lambda hidden, weight, target, bias=None: op(hidden, weight, target, bias=bias, **options)
-
-
-def inputs(shape, hidden, vocab, *, dtype=torch.float32, device="cpu", seed=0, bias=True, ignored=0.2):
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randint(0, vocab, shape, generator=generator)
-    target = torch.where(torch.rand(shape, generator=generator) < ignored, -100, target).to(device)
-    h = randn(*shape, hidden, dtype=dtype, device=device, seed=seed)
-    w = randn(vocab, hidden, dtype=dtype, device=device, seed=seed + 1)
-    return [h, w, target, randn(vocab, dtype=dtype, device=device, seed=seed + 2) if bias else None]
 
 
 @devices

@@ -16,21 +16,12 @@ from parallel_ops.tensor_parallel.loss.log_probs import linear_log_probs_referen
 from support.numerics import log_probs as on_rank
 from support.numerics import suite
 from support.numerics.suite import DEVICES, DTYPES, randn
-from support.numerics.vocab_parallel import sizes_of
+from support.numerics.vocab_parallel import inputs, sizes_of
 from support.ranks.distributed import Raised, ranks
 
 devices = pytest.mark.parametrize("device", DEVICES)
 # As in test_linear_cross_entropy.py: the BLAS adds in an order that it chooses by the size of the chunk.
 PRODUCT = 12
-
-
-def inputs(shape, hidden, vocab, *, dtype=torch.float32, device="cpu", seed=0, bias=True, ignored=0.2):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab, shape, generator=generator)
-    tokens = torch.where(torch.rand(shape, generator=generator) < ignored, -100, tokens).to(device)
-    h = randn(*shape, hidden, dtype=dtype, device=device, seed=seed)
-    w = randn(vocab, hidden, dtype=dtype, device=device, seed=seed + 1)
-    return [h, w, tokens, randn(vocab, dtype=dtype, device=device, seed=seed + 2) if bias else None]
 
 
 def both(op, **options):

@@ -15,6 +15,7 @@ from parallel_ops.comm import consistency
 from parallel_ops.comm import primitives as _primitives
 from parallel_ops.tensor_parallel.loss import cross_entropy as _loss
 from ptx.kernels import differentiable
+from support.numerics.suite import randn
 from support.ranks.distributed import ranks
 
 
@@ -225,3 +226,13 @@ def compiled(rank: int, logits: Tensor, target: Tensor, sizes: list[int], option
         loss.backward()
         results.append((loss.detach(), x.grad))
     return results
+
+
+def inputs(shape, hidden, vocab, *, dtype=torch.float32, device="cpu", seed=0, bias=True, ignored=0.2):
+    """Hidden states, the weight of logits, targets of which some are ignored, and a bias or ``None``."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, vocab, shape, generator=generator)
+    target = torch.where(torch.rand(shape, generator=generator) < ignored, -100, target).to(device)
+    h = randn(*shape, hidden, dtype=dtype, device=device, seed=seed)
+    w = randn(vocab, hidden, dtype=dtype, device=device, seed=seed + 1)
+    return [h, w, target, randn(vocab, dtype=dtype, device=device, seed=seed + 2) if bias else None]
