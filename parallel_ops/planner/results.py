@@ -111,7 +111,7 @@ class Estimate:
         exposed: communication that is not hidden behind computation.
         optimizer: update of the parameters.
         bubble_fraction: ``bubble / (step - exposed data-parallel communication - optimizer)``.
-        tokens_per_second: of the whole cluster.
+        tokens_per_second: of the whole cluster, padding and tokens that count in no loss among them.
         model_flops, hardware_flops: FLOPs of one step over all GPUs, without and with recomputation.
         mfu, hfu: model and hardware FLOP/s over the peak.
         broken_rules: name and reason of each rule of thumb (``parallel_ops.planner.rules``) that the plan breaks.
@@ -176,6 +176,16 @@ class Estimate:
                 groups.append(StageGroup(stage.stage, stage.stage, stage, gpu))
         return groups
 
+    @property
+    def data_tokens_per_second(self) -> float:
+        """Tokens of documents, without padding."""
+        return self.tokens_per_second * (1 - self.model.padding)
+
+    @property
+    def loss_tokens_per_second(self) -> float:
+        """Tokens that count in the loss."""
+        return self.data_tokens_per_second * self.model.loss_fraction
+
     def days(self, tokens: float) -> float:
-        """Days to train on ``tokens`` tokens."""
-        return tokens / self.tokens_per_second / 86400
+        """Days to train on ``tokens`` tokens of documents."""
+        return tokens / self.data_tokens_per_second / 86400

@@ -41,7 +41,7 @@ class TrainingRun:
     """A run.
 
     Attributes:
-        tokens: to train on.
+        tokens: to train on, without padding.
         mtbf: GPU hours between failures of a GPU or what it needs, so that a run of n GPUs fails every mtbf / n hours.
         checkpoint: seconds that training stops for a checkpoint; 0 for all states at 2 GB/s a node.
         restart: seconds from a failure to the next step, besides what is computed again.
@@ -118,12 +118,13 @@ def expected(found: Estimate, run: TrainingRun, prices: Mapping[str, float] | No
         )
     parts = [(phase.tokens, _in_phase(found, phase)) for phase in run.phases]
     parts.append((run.tokens - sum(phase.tokens for phase in run.phases), found))
-    seconds = sum(tokens / each.tokens_per_second for tokens, each in parts) / goodput
+    seconds = sum(tokens / each.data_tokens_per_second for tokens, each in parts) / goodput
     hours = seconds / 3600
     kwh = sum(gpu.watts * count for gpu, count in kinds) * hours / 1000 * paid.get("pue", 1.0)
     return Expected(
         days=seconds / 86400,
-        steps=sum(tokens / (each.plan.global_batch * each.model.seq_length) for tokens, each in parts),
+        steps=sum(tokens / (each.plan.global_batch * each.model.seq_length) for tokens, each in parts)
+        / (1 - found.model.padding),
         goodput=goodput,
         failures=seconds * rate,
         interval=interval,

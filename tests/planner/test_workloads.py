@@ -1,5 +1,6 @@
-"""Workloads: multi-token prediction and uneven experts, against published sizes and counts by hand."""
+"""Workloads: masked tokens, multi-token prediction and uneven experts, against published sizes and counts by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from parallel_ops.planner.export import export, systems
 from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.model.imbalance import dropped, rank_load
 from parallel_ops.planner.placement import layer_counts, stage_layout
+from parallel_ops.planner.training_run import TrainingRun, expected
 
 DEEPSEEK, LLAMA = presets.model("deepseek-v3"), presets.model("llama3-8b")
 AHEAD, LLAMA_AHEAD = (replace(model, prediction_layers=1) for model in (DEEPSEEK, LLAMA))
@@ -185,9 +187,41 @@ def test_what_uneven_experts_cost_is_said(run):
             assert code == 2 and "capacity_factor must be" in err
 
 
+def test_masked_tokens_and_padding_are_computed_for_nothing(run):
+    cluster, plan = replace(presets.cluster("h100x8"), price=2.5), Plan(dp=8, zero=3, fused_loss=True, global_batch=64)
+    chat = workload.with_fields(LLAMA, "loss_fraction=0.25,padding=0.2")
+    found, whole = (estimate(model, cluster, plan) for model in (chat, LLAMA))
+    assert (found.step, found.memory, found.mfu) == (whole.step, whole.memory, whole.mfu)
+    assert whole.loss_tokens_per_second == whole.tokens_per_second == found.tokens_per_second
+    assert found.loss_tokens_per_second == pytest.approx(0.2 * whole.tokens_per_second)
+    assert found.days(1e12) == pytest.approx(whole.days(1e12) / 0.8)
+    # A run trains on as many tokens of documents, so it takes more steps.
+    ran, all_of_it = (expected(each, TrainingRun(tokens=1e12)) for each in (found, whole))
+    assert ran.steps == pytest.approx(all_of_it.steps / 0.8) and ran.days == pytest.approx(all_of_it.days / 0.8)
+    given = ["estimate", "--model", "llama3-8b", "--cluster", "h100x8", "--batch", "64", "--plan", "zero=3"]
+    given += ["--price", "2.5", "--workload", "loss_fraction=0.25,padding=0.2"]
+    out = " ".join(run(*given)[1].split())
+    head = 2 * 4096 * 128256 / LLAMA.forward_flops
+    said = f"20.0% are padding. The output embedding computes all: {0.8 * head:.1%} of the FLOPs"
+    assert f"Loss: 20.0% of the computed tokens count in it, {said}" in out
+    data = json.loads(run(*given, "--json")[1])
+    assert data["workload"] == {
+        "prediction_layers": 0, "expert_imbalance": 1.0, "loss_fraction": 0.25, "padding": 0.2
+    }  # fmt: skip
+    assert data["loss_tokens_per_second"] == pytest.approx(0.2 * data["tokens_per_second"])
+    assert f"tokens in the loss per second {data['loss_tokens_per_second']:,.0f}" in out
+    million = 2.5 * 8 / 3600 / data["loss_tokens_per_second"] * 1e6
+    assert f"cost of a million tokens in the loss {million:,.4f}" in out
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("loss_fraction=0", "loss_fraction must be finite and positive, got 0"),
+        ("loss_fraction=1.1", r"loss_fraction must be at most 1, got 1\.1"),
+        ("loss_fraction=nan", "loss_fraction must be finite and positive, got nan"),
+        ("padding=-0.1", r"padding must be finite and zero or more, got -0\.1"),
+        ("padding=1", "padding must be below 1, got 1"),
         ("expert_imbalance=0", "expert_imbalance must be finite and positive, got 0"),
         ("expert_imbalance=nan", "expert_imbalance must be finite and positive, got nan"),
         ("expert_imbalance=0.9", r"between 1 and experts / experts_per_token \(32\), got 0.9"),
@@ -222,18 +256,15 @@ def test_models_that_cannot_predict_further_tokens_are_refused():
 
 def test_workloads_are_given_in_every_form(tmp_path, run):
     assert workload.model("deepseek-v3", 4096, None, None, "prediction_layers=1") == AHEAD
-    fields = "num_layers = 4\nhidden_size = 64\nnum_heads = 4\nvocab_size = 512\nseq_length = 128\n"
-    for name, text in (
-        ("own.toml", f"{fields}prediction_layers = 1\n"),
-        (
-            "own.json",
-            "{"
-            + ", ".join(f'"{k}": {v}' for k, v in (line.split(" = ") for line in fields.splitlines()))
-            + ', "prediction_layers": 1}',
-        ),
-    ):
-        file = tmp_path / name
-        file.write_text(text)
-        assert inputs.model(str(file)).prediction_layers == 1
+    fields = {"prediction_layers": 1, "expert_imbalance": 1.5, "loss_fraction": 0.4, "padding": 0.2}
+    shape = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 512, "seq_length": 128, "experts": 8}
+    given = {**shape, "experts_per_token": 2, **fields}
+    (tmp_path / "own.toml").write_text("\n".join(f"{name} = {value}" for name, value in given.items()))
+    (tmp_path / "own.json").write_text(json.dumps(given))
+    (tmp_path / "plain.json").write_text(json.dumps({**shape, "experts_per_token": 2}))
+    option = ",".join(f"{name}={value}" for name, value in fields.items())
+    plain = workload.model(str(tmp_path / "plain.json"), None, None, None, option)
+    for name in ("own.toml", "own.json"):
+        assert inputs.model(str(tmp_path / name)) == replace(plain, name="own")
     given = ["--cluster", "h100x8", "--batch", "64", "--plan", "zero=3", "--workload", "prediction_layers=1"]
     assert "1 layer more on the last stage, with a loss each" in run("estimate", "--model", "llama3-8b", *given)[1]

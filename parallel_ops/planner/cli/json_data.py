@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from parallel_ops.planner.cli.workload import FIELDS
 from parallel_ops.planner.compute.software import fitted_constants
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import systems
@@ -31,6 +32,8 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
         "broken_rules": dict(estimate.broken_rules),
         "tflops_per_gpu": estimate.tflops_per_gpu,
+        "workload": {name: getattr(estimate.model, name) for name in FIELDS},
+        "loss_tokens_per_second": estimate.loss_tokens_per_second,
         "error_band": dataclasses.asdict(estimate.error_band),
         "tight": estimate.tight,
         "fits": memory_problem(estimate.cluster, estimate.plan, estimate.memory) is None,

@@ -54,7 +54,7 @@ Workload = Annotated[
     typer.Option(
         "--workload",
         help="Fields of the workload: prediction_layers=1 (multi-token prediction), expert_imbalance=1.3 (tokens of "
-        "the fullest expert over the mean).",
+        "the fullest expert over the mean), loss_fraction=0.4 (of the documents' tokens), padding=0.2 (of all tokens).",
         show_default="none",
     ),
 ]

@@ -166,6 +166,8 @@ def summary(estimate: Estimate) -> Table:
     out.add_row("step", f"{seconds(estimate.step)}  {1:6.1%}", time)
     out.add_section()
     out.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}", time)
+    if (counted := estimate.loss_tokens_per_second) != estimate.tokens_per_second:
+        out.add_row("tokens in the loss per second", f"{counted:,.0f}", time)
     out.add_row("TFLOP/s per GPU", f"{estimate.tflops_per_gpu:,.1f}", time)
     out.add_row("model, hardware FLOP/s utilisation", f"{estimate.mfu:.1%}, {estimate.hfu:.1%}", time)
     peak = estimate.peak_memory
@@ -173,6 +175,8 @@ def summary(estimate: Estimate) -> Table:
     out.add_row("bubble: the slowest rank waits, of the pipeline's time", f"{estimate.bubble_fraction:.1%}")
     if estimate.cost:
         out.add_row("cost of a step", f"{estimate.cost:,.2f}", time)
+        million = estimate.cost / (estimate.loss_tokens_per_second * estimate.step / 1e6)
+        out.add_row("cost of a million tokens in the loss", f"{million:,.4f}", time)
     if estimate.energy:
         out.add_row("energy of a step", f"{estimate.energy / 3.6e6:,.2f} kWh", time)
     return out

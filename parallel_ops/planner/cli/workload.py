@@ -11,7 +11,7 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
 
 # Fields of ``Model`` that --workload takes, and their types.
-FIELDS = {"prediction_layers": int, "expert_imbalance": float}
+FIELDS = {"prediction_layers": int, "expert_imbalance": float, "loss_fraction": float, "padding": float}
 
 
 def model(name: str, sequence: int | None, documents: str | None, lora: str | None, workload: str | None) -> Model:
@@ -46,9 +46,15 @@ def with_fields(found: Model, text: str) -> Model:
 
 
 def sentences(found: Estimate) -> list[str]:
-    """What documents, multi-token prediction and uneven experts cost a plan; empty without them."""
+    """What documents, padding, masks, multi-token prediction and uneven experts cost a plan; empty without them."""
     shape, plan = found.model, found.plan
     lines = [describe(shape, plan.cp, plan.dp)]
+    if (counted := (1 - shape.padding) * shape.loss_fraction) < 1:
+        head = shape.head_flops / shape.forward_flops
+        lines.append(
+            f"Loss: {counted:.1%} of the computed tokens count in it, {shape.padding:.1%} are padding. The output "
+            f"embedding computes all: {(1 - counted) * head:.1%} of the FLOPs are logits that nothing is learned from."
+        )
     if layers := shape.prediction_layers:
         whole, alone = shape.forward_flops, replace(shape, prediction_layers=0)
         lines.append(

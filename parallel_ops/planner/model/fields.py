@@ -46,6 +46,8 @@ class ModelFields:
         prediction_layers: layers of multi-token prediction behind the last (MTP, arXiv:2412.19437, section 2.2): each
             has attention over all keys, and an MLP or experts as the last layer has. The last stage computes them,
             and the loss once more for each; embedding and output embedding are the model's.
+        loss_fraction: share of the tokens of documents that count in the loss; prompts, for one, do not. 1: all.
+        padding: share of the tokens of sequences that are padding, without packing; they are computed like others.
         lora_rank: rank of adapters, which alone are trained (``memory/adapters.py``); 0 to train all parameters.
         frozen: format of frozen linears, ``"16bit"`` or ``"nf4"``.
 
@@ -85,6 +87,8 @@ class ModelFields:
     documents: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ()
     prediction_layers: int = 0
+    loss_fraction: float = 1.0
+    padding: float = 0.0
     lora_rank: int = 0
     frozen: str = "16bit"
 
@@ -95,7 +99,12 @@ class ModelFields:
         check_counts(self, (*widths, *experts, "window", "prediction_layers", "lora_rank"), at_least=0)
         check_counts(self, ("residual_streams",))
         check_figures(self, ("documents",), zero=True)
-        check_figures(self, ("expert_imbalance",))
+        check_figures(self, ("expert_imbalance", "loss_fraction"))
+        check_figures(self, ("padding",), zero=True)
+        if self.loss_fraction > 1:
+            raise ValueError(f"Model: loss_fraction must be at most 1, got {self.loss_fraction}")
+        if self.padding >= 1:
+            raise ValueError(f"Model: padding must be below 1, got {self.padding}")
         # At most, every token is one expert's.
         most = self.experts / self.experts_per_token if self.experts and self.experts_per_token else 1
         if not 1 <= self.expert_imbalance <= most:
