@@ -171,13 +171,10 @@ IN_FLIGHT = 2
 
 
 def in_flight(transport: Transport) -> int:
-    """How many exchanges are on their way while a piece is multiplied. Ranks need not agree on it."""
-    return 1 if one_queue() and transport.capabilities.stream_ordered else IN_FLIGHT
-
-
-def one_queue() -> bool:
-    """Whether all streams of a GPU share one hardware queue, as Megatron-LM asks for."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    """How many exchanges are on their way while a piece is multiplied: one where all streams of a GPU share one
+    hardware queue, as Megatron-LM asks for. Ranks need not agree on it."""
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return 1 if one_queue and transport.capabilities.stream_ordered else IN_FLIGHT
 
 
 class Exchange:
