@@ -180,9 +180,9 @@ def test_flops_of_a_loss_of_each_row():
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_flops_of_attention(kv_heads):
-    """As torch counts SDPA: all pairs of the batch, or of each document."""
+    """As torch counts SDPA of as many heads of keys: all pairs of the batch, or of each document."""
     q, k, v = (randn(6, 2, h, d, dtype=torch.float32) for h, d in ((4, 8), (kv_heads, 8), (kv_heads, 5)))
-    shapes = [(2, t.shape[2], 6, t.shape[3]) for t in (q, k, v)]
+    shapes = [(2, 4, 6, t.shape[3]) for t in (q, k, v)]
     forward, out = flops(lambda: flash_attention(q, k, v))
     assert forward == flop_counter.sdpa_flop_count(*shapes)
     backward, _ = flops(lambda: out.sum().backward())
