@@ -190,7 +190,7 @@ class Plan:
     @property
     def hides_dispatch(self) -> bool:
         """Whether the all-to-alls of experts overlap with the computation of another micro-batch."""
-        return self.ep_overlap or self.schedule == "dualpipe-v"
+        return (self.ep_overlap and self.micro_batches > 1) or self.schedule == "dualpipe-v"
 
     @property
     def expert_shards(self) -> int:

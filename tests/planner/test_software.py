@@ -134,6 +134,22 @@ def test_an_offloaded_optimizer_takes_the_rate_of_the_host():
         assert there - back == pytest.approx(18.4, rel=0.2)
 
 
+def test_all_to_alls_overlap_with_another_micro_batch_that_recomputes_no_experts():
+    """Megatron-core's ``TransformerConfig`` asserts it, and that a layer with a CUDA graph inside is not recomputed."""
+    cluster, plan = presets.cluster("b200x8"), Plan(dp=8, ep=8, zero=1, fsdp=False, ep_overlap=True, global_batch=16)
+    alone = replace(plan, micro_batch=2)
+    assert plan.hides_dispatch and not alone.hides_dispatch
+    assert step(alone, QWEN, cluster) == step(replace(alone, ep_overlap=False), QWEN, cluster)
+    megatron = TARGETS["megatron"]
+    assert megatron.runs(QWEN, cluster, plan) and megatron.runs(QWEN, cluster, replace(plan, recompute="layernorm"))
+    for recompute in ("full", "moe", "layernorm+moe"):
+        assert "does not recompute" in str(megatron.problem(QWEN, cluster, replace(plan, recompute=recompute)))
+        graph = replace(plan, ep_overlap=False, cuda_graph="attention", recompute=recompute)
+        assert "CUDA graph" in str(megatron.problem(QWEN, cluster, graph))
+    assert "--overlap-moe" in megatron.write(QWEN, cluster, plan)
+    assert "--overlap-moe" not in megatron.write(QWEN, cluster, replace(plan, ep=1))
+
+
 def test_dropless_experts_wait_for_the_host_in_every_layer():
     """The host launches a sparse layer only once it has read the numbers of tokens, so nothing hides its time."""
     cluster = presets.cluster("b200x8")

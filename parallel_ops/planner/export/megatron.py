@@ -47,6 +47,10 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "its precision-aware optimizer is the distributed one, ZeRO 1"
     if plan.ep_overlap and plan.pp > 1 and plan.schedule != "interleaved":
         yield "it overlaps the all-to-alls of experts in its interleaved schedule"
+    if plan.ep_overlap and plan.ep > 1 and {"full", "moe"} & set(plan.recompute.split("+")):
+        yield "it overlaps the all-to-alls of experts that it does not recompute"
+    if plan.cuda_graph == "attention" and {"full", "moe"} & set(plan.recompute.split("+")):
+        yield "it recomputes no layer with a CUDA graph inside"
     if model.bias == "qkv" and model.latent is not None:
         yield "latent attention has no bias"
 
@@ -135,7 +139,7 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
         if plan.expert_shards != plan.tp:
             yield "--expert-tensor-parallel-size", str(plan.expert_shards)
         yield from _dispatcher(plan)
-        yield from [("--overlap-moe-expert-parallel-comm",)] if plan.ep_overlap else []
+        yield from [("--overlap-moe-expert-parallel-comm",)] if plan.ep_overlap and plan.ep > 1 else []
         if plan.capacity_factor:
             yield "--moe-expert-capacity-factor", str(plan.capacity_factor)
             yield ("--moe-pad-expert-input-to-capacity",)
