@@ -150,7 +150,7 @@ def main() -> None:
         each = [found[part, generation, name] for found in (*without.values(), values)]
         tables = carried[part, generation, name]
         if len(tables) < FEWEST_TABLES:
-            each += [float(f"{value * factor:.3g}") for factor in (1 - FEW, 1 + FEW)]
+            each += [float(f"{value * factor:.4g}") for factor in (1 - FEW, 1 + FEW)]
         entries = data[kind][part][generation]
         entries[name] |= {"value": value, "range": [min(each), max(each)], "tables": tables}
         if name == "flash_forward":

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from parallel_ops.planner import Interconnect, Plan, communication, efficiency, presets
 from parallel_ops.planner.communication.network import all_reduce_seconds, all_to_all_seconds, group_link
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
+from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.placement import leaves_node
 from parallel_ops.planner.step import StepTime
@@ -91,6 +92,20 @@ def test_sequence_parallelism_gathers_again_for_the_gradients_of_weights():
     assert sharded["reduce-scatter"].bytes == pytest.approx(4 * (4 * LLAMA.num_layers + 2) * size)
     norms = (2 * LLAMA.num_layers + 1) * 2 * LLAMA.hidden_size
     assert sharded["all-reduce"].bytes == pytest.approx(4 * (norms + 12 * LLAMA.seq_length) * 2 * 7 / 8)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("fp8", 1 / 2), ("nvfp4", 1 / 4), ("fp8_rowwise", 1)])
+def test_gathers_send_the_operands_of_low_precision_matmuls(dtype, share):
+    """Reduced sums stay in 16 bits; torchao gathers before it scales by rows."""
+    sizes = {
+        kind: layer_traffic(
+            LLAMA, H100, work_of(Plan(tp=8, sequence_parallel=True, dtype=kind)), CONSTANTS, sparse=False
+        )
+        for kind in ("bf16", dtype)
+    }
+    found = {kind: {t.collective: t.bytes for t, _ in traffic.transfers} for kind, traffic in sizes.items()}
+    assert found[dtype]["all-gather"] == share * found["bf16"]["all-gather"]
+    assert found[dtype]["reduce-scatter"] == found["bf16"]["reduce-scatter"]
 
 
 def test_a_step_waits_for_what_the_ends_of_the_model_send():

@@ -85,12 +85,12 @@ RECIPES = [
     ("deepseek-v3", "gb200", 256, "mxfp8"),
 ]
 # Tokens a second and GPU of faster published runs. These recipes have micro-batches of one sequence, in which the host
-# takes up to a third of the time; so the first plan takes less than 0.9 of theirs, but not less than these runs.
+# takes a third of the time, and stages that wait for the output embedding; so the first plan takes less than 0.9 of
+# theirs, but not less than these runs.
 FASTER = {
     ("gpt-oss-120b", "h100", 64): 7626,  # NeMo AutoModel, docs/performance-summary.md of October 2025: 64 H100
     ("qwen3-30b-a3b", "h100", 16): 12040,  # likewise, 8 H100
     ("qwen3-235b-a22b", "b200", 256): 6197,  # Megatron-MoE-ModelZoo, best_practice/Qwen3: 919 TFLOP/s on 256 GB200
-    ("deepseek-v3", "b200", 256): 4969,  # Megatron-Bridge 26.06: 256 GB200
 }
 # What a recipe says beside the division of its ranks.
 KEPT = ("grad_dtype", "activation_dtype", "inplace_loss", "cuda_graph", "dispatcher", "ep_overlap", "capacity_factor")
@@ -108,6 +108,9 @@ def test_the_first_plan_beside_a_tuned_recipe_with_experts(name, gpu, gpus, dtyp
     recipe = estimate(run.model, run.cluster, run.plan, software=run.software)
     ratio = found.best.step / recipe.step
     assert ratio <= 1.05
+    # Megatron-core's TransformerConfig asserts these of the overlap of all-to-alls and of CUDA graphs.
+    assert not (found.best.plan.ep_overlap and found.best.plan.recompute == "full")
+    assert found.best.plan.micro_batches > 1 or not found.best.plan.hides_dispatch
     if limit := FASTER.get((name, gpu, gpus)):
         assert 0.9 * found.best.tokens_per_second / run.plan.gpus <= limit
     else:

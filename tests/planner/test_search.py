@@ -79,9 +79,10 @@ def test_all_plans_that_run_are_ranked(large):
     times = [seconds for _, seconds in found.ranking]
     assert times == sorted(times)
     assert len(found.plans) == 20
-    # Plans that only just fit come last.
+    # The first is the simplest of those within 2 % of the fastest. Plans that only just fit come last.
     order = [(plan.tight, plan.step) for plan in found.plans]
-    assert order == sorted(order) and not found.best.tight
+    assert order[1:] == sorted(order[1:]) and not found.best.tight
+    assert found.best.step <= 1.02 * min(plan.step for plan in found.plans if not plan.tight)
     assert all(systems(GPT3, A100, plan.plan) for plan in found.plans)
     assert found.best is found.plans[0]
     assert len({plan for plan, _ in found.ranking}) == len(found.ranking)

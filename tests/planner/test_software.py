@@ -360,7 +360,7 @@ def test_the_fused_softmax_takes_sequences_and_heads_by_fours():
 
 def test_runs_of_a_file_are_read_and_errors_name_the_row():
     found = list(published_runs())
-    assert len(found) == 146 and len({row.table for row in found}) == 39
+    assert len(found) == 149 and len({row.table for row in found}) == 39
     assert all(row.seconds > 0 and math.isfinite(row.predicted(exact=False)) for row in found)
     header, row = (files("parallel_ops.planner.validation") / "runs/deepspeed_a800.csv").read_text().splitlines()[1:3]
     assert [found.plan.zero for found in runs("mine.csv", f"{header}\n{row}\n")] == [2]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_fit import OWN, SHARED, band_keys, bands, loss, sample, start
-from parallel_ops.planner import error_band
-from parallel_ops.planner.compute.software import uncertainty
+from benchmarks.planner_fit import GENERATIONS, OWN, SHARED, band_keys, bands, loss, sample, start
+from parallel_ops.planner import error_band, validation
+from parallel_ops.planner.compute.software import fitted_constants, uncertainty
 from parallel_ops.planner.error_band import keys
 from parallel_ops.planner.validation import Promise, Report, validate
 from parallel_ops.planner.validation.published import measurements
@@ -39,7 +39,7 @@ def test_every_table_of_step_times_has_a_promise(report):
     assert {row.table for row in steps} == set(PROMISES)
     assert max(PROMISES.values()) == 0.25
     recent = {row.table for row in published_runs()}
-    assert len(recent) == 39 and max(PROMISES[name] for name in recent) == 0.20
+    assert len(recent) == 39 and max(PROMISES[name] for name in recent) == 0.21
     assert sum(row.role == "held out" for row in steps) > 40
 
 
@@ -55,6 +55,15 @@ def test_no_step_in_either_direction_fits_better():
         for factor in (1 / 1.1, 1.1):
             moved = shipped | {key: min(1.0, value * factor)}
             assert loss(moved, rows) > least - 3e-4, key
+
+
+def test_fits_without_a_table_change_constants_that_are_fitted():
+    """Values of a constant that no fit moves any more would spoil the errors of the tables that were left out."""
+    path = Path(validation.__file__).parent / "refits.json"
+    generations = {f"{of}/{name}" for of in GENERATIONS for name in (*OWN, *SHARED, "fp8", "flash_backward")}
+    known = generations | {found.name for found in fitted_constants()}
+    known |= {name.replace("flash_forward", "flash_backward") for name in known}
+    assert all(set(values) <= known for values in json.loads(path.read_text(encoding="utf-8")).values())
 
 
 def test_a_choice_loses_what_the_chosen_row_took_longer():

@@ -7,6 +7,7 @@ from parallel_ops.planner.compute.work import Work
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Transfer
 
 Transfers = list[tuple[Transfer, float]]
@@ -44,8 +45,12 @@ def tensor_parallel(
     """
     link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
 
-    def parted(kind: str, columns: float) -> Transfer:
-        return ring_transfer("tp", kind, plan.tp, column * columns, link, start=start)
+    # Operands of low-precision matmuls are converted, then gathered: Transformer Engine's layernorm_linear.py,
+    # torchao's Float8ColwiseParallel, which has no scales of rows; linear/float8.py here does it for inputs alone.
+    narrow = FORMATS[work.dtype].width / 2 if work.dtype in FORMATS and work.dtype != "fp8_rowwise" else 1.0
+
+    def parted(kind: str, columns: float, share: float = 1.0) -> Transfer:
+        return ring_transfer("tp", kind, plan.tp, column * columns * share, link, start=start)
 
     def summed(size: float) -> Transfer:
         return summed_over_ranks(cluster, plan, efficiency, size)
@@ -61,14 +66,15 @@ def tensor_parallel(
     entering = latent + m.rope_head if m is not None else 0
     found: Transfers
     if plan.sequence_parallel:
-        gather, scatter = parted("all-gather", model.hidden_size), parted("reduce-scatter", model.hidden_size)
+        gather = parted("all-gather", model.hidden_size, narrow)
+        scatter = parted("reduce-scatter", model.hidden_size)
         found = [(gather, blocks * (3 + again)), (scatter, blocks * (2 + again))]
         forward = backward = blocks * (gather.seconds + scatter.seconds)
         if latent:
-            narrow, back = parted("all-gather", entering), parted("reduce-scatter", entering)
-            found += [(narrow, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
-            found.append((parted("all-gather", latent), 1))  # again, for the gradients of weights
-            forward, backward = forward + narrow.seconds + scatter.seconds, backward + gather.seconds + back.seconds
+            ahead, back = parted("all-gather", entering, narrow), parted("reduce-scatter", entering)
+            found += [(ahead, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
+            found.append((parted("all-gather", latent, narrow), 1))  # again, for the gradients of weights
+            forward, backward = forward + ahead.seconds + scatter.seconds, backward + gather.seconds + back.seconds
         # The last norm of a layer of multi-token prediction is that of an end of the model.
         found.append((summed(model.norm_width * width), model.norms - model.ahead))
         # The gradients of biases are sums over the gathered gradients of all tokens.

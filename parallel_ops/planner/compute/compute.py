@@ -157,6 +157,10 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
     # Fused: written, read for the loss, read and written for the gradient, read by two matmuls.
     # In place: written, read twice, its gradient written over it and read by two matmuls.
     forward, backward = (8, 4) if work.fused_loss else (10, 4) if work.inplace_loss else (20, 14)
+    if work.inplace_loss and not work.fused_ops:
+        # Trainers of that kind compute metrics over the logits, too: llm-foundry cross-entropy and perplexity
+        # (modeling_mpt.py, train_metrics). Chosen with the rows in view, between losses in 16 bits and in fp32.
+        forward += 20
     logits = tokens * vocab / bandwidth
     w += (width + 2 * work.grad_bytes) * model.hidden_size * vocab / bandwidth
     return PassTimes(f + forward * logits, i + backward * logits, 0.0 if model.lora_rank else w)

@@ -45,18 +45,26 @@ def elementwise_bytes(
             activation[1] + routes * (36 * h + 10 * inputs * model.expert_ffn / work.expert_shards),
         )
     if not work.fused_ops:
-        # Two biases, two dropouts and the bias before the activation each read and write.
-        around = around[0] + 4 * 2 * width * h / shard, around[1] + 2 * 2 * width * h / shard
-        activation = activation[0] + 2 * inputs * width * ffn / work.tp, activation[1]
+        # Biases and dropouts each read and write. Backward, a norm reads x and dy again for its weights, and gradients
+        # of both branches are summed. FlashAttention takes tokens without padding, which are gathered before it and
+        # scattered after it (flash_attn/bert_padding.py).
+        biases, dropouts = (2 if model.bias == "all" else 0), (2 if model.dropout else 0)
+        padded = width * model.query_width / work.tp if work.flash_attention and model.scored else 0.0
+        around = (
+            around[0] + (biases + dropouts) * 2 * width * h / shard + 8 * padded,
+            around[1] + (dropouts + blocks) * 2 * width * h / shard + 11 * padded,
+        )
+        activation = activation[0] + biases * inputs * width * ffn / work.tp, activation[1]
     if work.flash_attention or not model.scored:
         return around, activation, (0.0, 0.0)
-    # The scores' traffic in matmuls is counted there. Forward: softmax and dropout read and write. Backward: dropout
-    # reads and writes, softmax reads P and dP and writes. Masks come on top.
+    # The scores' traffic in matmuls is counted there. Dropout reads and writes, with its mask. The fused softmax reads
+    # the half that a causal mask leaves and writes all; backward it reads that half of P and of dP.
+    # (megatron/fused_kernels/scaled_upper_triang_masked_softmax.h)
     rows = model.num_heads * model.seq_length / work.tp
-    forward = (4 if model.dropout else 2) * width + mask
-    backward = (5 if model.dropout else 3) * width + mask
+    dropped = 2 * width + mask if model.dropout else 0
+    forward, backward = dropped + 1.5 * width, dropped + 2 * width
     if not work.fused_ops or work.micro_batch * model.num_heads // work.tp % 4:
         # Scale and mask each read and write, and the softmax is in fp32, with a conversion before and after it.
-        forward += 4 * width + 1 + 2 * (width + 4) + 2 * (4 - width)
-        backward += 4 * width + 1 + 2 * (width + 4)
+        forward = dropped + 6 * width + 1 + 2 * (width + 4) + 2 * (4 - width)
+        backward = dropped + 7 * width + 1 + 2 * (width + 4)
     return around, activation, (forward * rows, backward * rows)

@@ -257,7 +257,7 @@ def _launches(row: dict[str, str]) -> dict[str, Any]:
         gpu, model = row["system"].partition(":")[0], row["model"].partition(":")[0]
         fits = recipe["model"] == model and gpu in (recipe["gpus"].split() or [gpu])
         fits = fits and recipe["dtype"] in ("", row["dtype"])
-        if fits and recipe["from"] <= row["release"][:5] <= recipe["until"]:
+        if fits and recipe["from"] <= row["release"] <= recipe["until"]:
             made = {"cuda_graph": recipe["cuda_graph"], "dispatcher": recipe["dispatcher"]}
             if recipe["offload_layers"] and row["zero"] == "3":
                 made |= {"offload": "activations", "offload_layers": int(recipe["offload_layers"])}

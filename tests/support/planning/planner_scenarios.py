@@ -27,6 +27,7 @@ from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.validation import Report, validate
 from parallel_ops.planner.validation.measurement import Measurement
+from parallel_ops.planner.validation.published_runs import published_runs
 from parallel_ops.planner.validation.refits import without_own_table
 from parallel_ops.planner.validation.validate import PROMISES, memory_rows
 
@@ -200,16 +201,18 @@ def memory_parts() -> str:
 
 
 def trust() -> str:
-    """The errors of step times by software and GPU, of fits with and without each row's table, and the bands."""
-    found: dict[tuple[str, str], list[tuple[Measurement, float]]] = {}
+    """The errors of step times by software, GPU and year, of fits with and without each row's table, and the bands."""
+    found: dict[tuple[str, str, str], list[tuple[Measurement, float]]] = {}
     for row, without in without_own_table():
-        found.setdefault((row.software, GPU_NAMES[row.cluster.gpu.name]), []).append((row, without))
+        for key in ((row.software, GPU_NAMES[row.cluster.gpu.name], year(row)), ("all", "", year(row))):
+            found.setdefault(key, []).append((row, without))
     rows = []
-    for (software, gpu), each in sorted(found.items()):
+    for (software, gpu, of_year), each in sorted(found.items(), key=lambda item: (item[0][0] == "all", item[0])):
         errors = [row.predicted(exact=False) / row.seconds - 1 for row, _ in each]
         without = [predicted / row.seconds - 1 for row, predicted in each]
         widths = {
-            error_band(row.cluster, row.plan, software=software, experts=row.model.expert_kind).time for row, _ in each
+            error_band(row.cluster, row.plan, software=row.software, experts=row.model.expert_kind).time
+            for row, _ in each
         }
         kinds = "experts" if all(row.model.experts for row, _ in each) else "dense"
         kinds = "dense, experts" if kinds == "dense" and any(row.model.experts for row, _ in each) else kinds
@@ -220,8 +223,35 @@ def trust() -> str:
         )
         band = f"{min(widths):.0%}" if len(widths) == 1 else f"{min(widths):.0%} to {max(widths):.0%}"
         figures = f"{mean:.1%}", f"{bias:+.1%}", f"{left_out:.1%}", f"± {band}"
-        rows.append([f"`{software}`", gpu, kinds, str(len(each)), *figures])
-    return table("software|GPU|models|rows|mean error|bias|its table left out|band", rows)
+        name = f"`{software}`" if gpu else software
+        rows.append([name, gpu, of_year, kinds, str(len(each)), *figures])
+    return table("software|GPU|year|models|rows|mean error|bias|its table left out|band", rows)
+
+
+# Years of the tables whose rows do not begin with a release.
+YEARS = {
+    "table 1": "2021",
+    "table 2": "2021",
+    "torchtitan": "2024",
+    "llama 3": "2024",
+    "deepseek-v3": "2024",
+    "SimuMax B200": "2026",
+    "SimuMax B200 MoE": "2026",
+    "SimuMax B200 long": "2026",
+}
+
+
+@cache
+def _released() -> frozenset[str]:
+    return frozenset(run.table for run in published_runs())
+
+
+def year(row: Measurement) -> str:
+    """The year of a run: that of its release ("26.04", "2024-07"), or of its table."""
+    if row.table in YEARS:
+        return YEARS[row.table]
+    release = row.name.partition(",")[0] if row.table in _released() else "2023"
+    return release[:4] if release.startswith("20") else f"20{release[:2]}"
 
 
 # The GPUs of published rows, as one writes them.
