@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -275,13 +275,13 @@ def unchecked(plan: Plan, **changes: Any) -> Plan:
 PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}
 
 
-def parse_fields(text: str, where: str = "Plan", known: Iterable[str] = PLAN_FIELDS) -> dict[str, Any]:
+def parse_fields(text: str, where: str = "Plan", known: Mapping[str, Any] = PLAN_FIELDS) -> dict[str, Any]:
     """The fields of a text such as ``tp=8,zero=1,layers_per_chunk=11:12``, converted to their types.
 
     Args:
         text: fields separated by commas.
         where: prefix of error messages.
-        known: names of the allowed fields.
+        known: the allowed fields and their defaults, whose types values have.
 
     Raises:
         ValueError: a field is unknown (with the nearest names), is given twice, or has a value of the wrong type.
@@ -295,14 +295,14 @@ def parse_fields(text: str, where: str = "Plan", known: Iterable[str] = PLAN_FIE
     return found
 
 
-def parse_field(part: str, where: str, known: Iterable[str]) -> tuple[str, Any]:
+def parse_field(part: str, where: str, known: Mapping[str, Any]) -> tuple[str, Any]:
     """``tp=8`` as a name and a value, converted to the field's type. Arguments and errors: see ``parse_fields``."""
     name, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals:
         raise ValueError(f"{where} takes fields as name=value, separated by commas; got {part.strip()!r}")
     if name not in known:
         raise unknown(f"field of {where}", name, known)
-    default = PLAN_FIELDS[name]
+    default = known[name]
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
             raise ValueError(f"{where}: {name} must be true or false, got {value!r}")

@@ -135,7 +135,7 @@ def plan(text: str, gpus: int, sequences: int, system: ExportTarget | None = Non
         ValueError, TypeError: a field is unknown (with the nearest names), a value has the wrong type, sizes do not
             divide the number of GPUs, or the plan is invalid.
     """
-    known = set(PLAN_FIELDS) - {"global_batch"}
+    known = {name: default for name, default in PLAN_FIELDS.items() if name != "global_batch"}
     given = _read(text) if text.endswith((".json", ".toml")) else parse_fields(text, "--plan", known)
     for name in given:
         if name not in known:
@@ -166,7 +166,7 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOpt
         find_target(system)
     out = replace(default_options(cluster), target=system or "")
     given: dict[str, tuple[Any, ...]] = {}
-    known = set(PLAN_FIELDS) - {"global_batch", "layers_per_chunk"}
+    known = {name: PLAN_FIELDS[name] for name in PLAN_FIELDS if name not in ("global_batch", "layers_per_chunk")}
     for part in (only or "").split(","):
         if not part.strip():
             continue

@@ -1,17 +1,17 @@
 """Models with the workload of ``--seq``, ``--documents``, ``--lora`` and ``--workload``, and what that costs."""
 
 from dataclasses import replace
+from typing import Any
 
-from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.compute.documents import describe
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.model.imbalance import dropped
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.plan import Plan, parse_field
 from parallel_ops.planner.results import Estimate
 
-# Fields of ``Model`` that --workload takes, and their types.
-FIELDS = {"prediction_layers": int, "expert_imbalance": float, "loss_fraction": float, "padding": float}
+# Fields of ``Model`` that --workload takes, and their defaults.
+FIELDS = {name: getattr(Model, name) for name in ("prediction_layers", "expert_imbalance", "loss_fraction", "padding")}
 
 
 def model(name: str, sequence: int | None, documents: str | None, lora: str | None, workload: str | None) -> Model:
@@ -30,19 +30,14 @@ def with_fields(found: Model, text: str) -> Model:
     Raises:
         ValueError: a field is unknown (with the nearest names), is given twice, or no such number.
     """
-    given: dict[str, float] = {}
+    given: dict[str, Any] = {}
     for part in text.split(","):
-        field, _, value = (piece.strip() for piece in part.partition("="))
-        if field not in FIELDS:
-            raise unknown("field of --workload", field, FIELDS)
-        if field in given:
-            raise ValueError(f"--workload: {field} is given twice")
-        try:
-            given[field] = FIELDS[field](value)
-        except ValueError:
-            number = "an integer" if FIELDS[field] is int else "a number"
-            raise ValueError(f"--workload: {field} must be {number}, got {value!r}") from None
-    return replace(found, **given)  # type: ignore[arg-type]
+        name, _, value = part.partition("=")
+        name, number = parse_field(f"{name}={value}", "--workload", FIELDS)
+        if name in given:
+            raise ValueError(f"--workload: {name} is given twice")
+        given[name] = number
+    return replace(found, **given)
 
 
 def sentences(found: Estimate) -> list[str]:

@@ -47,9 +47,10 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "its precision-aware optimizer is the distributed one, ZeRO 1"
     if plan.ep_overlap and plan.pp > 1 and plan.schedule != "interleaved":
         yield "it overlaps the all-to-alls of experts in its interleaved schedule"
-    if plan.ep_overlap and plan.ep > 1 and {"full", "moe"} & set(plan.recompute.split("+")):
+    again = {"full", "moe"} & set(plan.recompute.split("+"))
+    if again and plan.ep_overlap and plan.ep > 1:
         yield "it overlaps the all-to-alls of experts that it does not recompute"
-    if plan.cuda_graph == "attention" and {"full", "moe"} & set(plan.recompute.split("+")):
+    if again and plan.cuda_graph == "attention":
         yield "it recomputes no layer with a CUDA graph inside"
     if model.bias == "qkv" and model.latent is not None:
         yield "latent attention has no bias"
