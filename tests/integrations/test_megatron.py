@@ -21,12 +21,7 @@ from megatron.core.transformer.utils import attention_mask_func
 from parallel_ops.integrations import megatron
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad, extension
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _megatron_as_written_on_the_cpu():
-    """For all tests: leaving takes a third of a second, in which every name of every module is looked at."""
-    with torch.compiler.set_stance("force_eager"), megatron.on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
 
 
 def _values(*shape, seed=0):

@@ -21,10 +21,7 @@ from support.ranks.distributed import ranks
 LATER = "align_size" in inspect.signature(moe_utils.permute).parameters  # 0.17
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _megatron_as_written_on_the_cpu():
-    with torch.compiler.set_stance("force_eager"), megatron.on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
 
 
 @pytest.fixture

@@ -18,12 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from parallel_ops.integrations import megatron
 from parallel_ops.integrations.megatron._rebind import Binding, Replaced
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _megatron_as_written_on_the_cpu():
-    """For all tests: leaving takes a third of a second, in which every name of every module is looked at."""
-    with torch.compiler.set_stance("force_eager"), megatron.on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
 
 
 def test_what_a_model_keeps_is_said():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from parallel_ops.planner import Plan, SearchOptions, communication, estimate, memory, presets, search
@@ -113,8 +114,7 @@ SPREAD = Plan(dp=16, ep=16, zero=1, fsdp=False, global_batch=64)
 
 def test_the_fullest_rank_has_less_than_the_fullest_expert():
     """Drawn loads: normal ones are met, skewed ones are more even over ranks than the formula says."""
-    numpy = pytest.importorskip("numpy")
-    draw = numpy.random.default_rng(0)
+    draw = np.random.default_rng(0)
     for experts, ranks in ((8, 2), (64, 8), (256, 8), (256, 64), (64, 64)):
         for even, drawn in (
             (True, 1 + 0.2 * draw.standard_normal((4000, experts))),
@@ -126,7 +126,7 @@ def test_the_fullest_rank_has_less_than_the_fullest_expert():
             found = rank_load(imbalance, experts, ranks) - 1
             assert found == pytest.approx(fullest, rel=0.05) if even else fullest * 0.999 < found < 1.5 * fullest
             for capacity in (0.9, 1.0, 1.25):
-                lost = numpy.maximum(0, loads - capacity).mean()
+                lost = np.maximum(0, loads - capacity).mean()
                 of_formula = dropped(imbalance, experts, capacity)
                 assert of_formula == pytest.approx(lost, abs=0.006) if even else of_formula > lost
     assert rank_load(1.0, 64, 8) == rank_load(2.0, 64, 1) == 1 and rank_load(8.0, 8, 2) == 2
