@@ -16,7 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel_ops._internal.distributed.turns import together
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.messages import Key, Messages, sent_by
+from parallel_ops.pipeline_parallel.messages import Messages
+from parallel_ops.pipeline_parallel.receives import Key, Part, read_by, sent_by
 from parallel_ops.planner.schedules.action import Action
 
 # Stage, micro-batch, and the activations of the stage before (None for stage 0) to the activations of the stage; for
@@ -85,6 +86,7 @@ class Executor:
         # None for a first stage that is frozen as a whole.
         self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
         self._later: dict[tuple[int, int], Callable[[], None]] = {}
+        self._running = 0
 
     def step(
         self, forward: Forward, scale: Callable[[int], Tensor | float], *, shape: Sequence[int], dtype: torch.dtype,
@@ -105,6 +107,8 @@ class Executor:
         self.messages.begin(shape, dtype, device)
         paired: Action | None = None
         for number, action in enumerate(self.order):
+            self._running = number
+            self.messages.reach(Part(number))
             for observer in self.observers:
                 observer.begin(action)
             if action.paired:
@@ -143,11 +147,12 @@ class Executor:
         """
         losses: dict[int, Tensor] = {}
         messages.begin(shape, dtype, device)
-        for action in order:
+        for number, action in enumerate(order):
+            messages.reach(Part(number))
             for observer in self.observers:
                 observer.begin(action)
             stage, micro_batch = action.stage, action.micro_batch
-            x = messages.receive(Key("F", stage, micro_batch)) if stage else None
+            x = None if (key := read_by(action, self.stages.count)) is None else messages.receive(key)
             self._compute(action)
             y = forward(stage, micro_batch, x)
             if (key := sent_by(action, self.stages.count)) is None:
@@ -168,11 +173,15 @@ class Executor:
         self._compute(action)
         self._leave(action, x, forward(action.stage, action.micro_batch, x), losses)
 
+    def _read(self, action: Action) -> Tensor | None:
+        """The message that an action waits for; ``None`` at the ends of the model."""
+        key = read_by(action, self.stages.count)
+        return None if key is None else self.messages.receive(key)
+
     def _input(self, action: Action) -> Tensor | None:
         """What F reads."""
-        if not action.stage:
-            return None
-        return self.messages.receive(Key("F", action.stage, action.micro_batch)).requires_grad_()
+        x = self._read(action)
+        return None if x is None else x.requires_grad_()
 
     def _leave(self, action: Action, x: Tensor | None, y: Tensor, losses: dict[int, Tensor]) -> None:
         """Sends what F has computed, and keeps what its backward needs."""
@@ -186,17 +195,11 @@ class Executor:
         self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
 
     def _backward(self, action: Action, scale: Callable[[int], Tensor | float]) -> None:
-        grad = self._gradient(action)
+        grad = self._read(action)
         self._compute(action)
         x, y = self._live.pop((action.stage, action.micro_batch))
         self._run_backward(action, y, grad, scale)
         self._leave_gradient(action, x)
-
-    def _gradient(self, action: Action) -> Tensor | None:
-        """What I and B read; ``None`` for the last stage."""
-        if action.stage == self.stages.count - 1:
-            return None
-        return self.messages.receive(Key("B", action.stage, action.micro_batch))
 
     def _run_backward(
         self, action: Action, y: Tensor | GradientEdge | None, grad: Tensor | None,
@@ -215,6 +218,8 @@ class Executor:
         if x is not None:
             assert x.grad is not None
             self.messages.send(Key("B", stage - 1, micro_batch), x.grad)
+        if action.kind == "B":
+            self.messages.reach(Part(self._running, weights=True))
         for observer in self.observers:
             observer.input_gradient(action)
         if self.queue is None:
@@ -231,7 +236,7 @@ class Executor:
         losses: dict[int, Tensor],
     ) -> None:  # fmt: skip
         """F and B together."""
-        x, grad = self._input(first), self._gradient(second)
+        x, grad = self._input(first), self._read(second)
         for action in (first, second):
             self._compute(action)
         x_second, y_second = self._live.pop((second.stage, second.micro_batch))

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.distributed.compat import group_timeout
 from parallel_ops.comm.errors import translate_backend_errors
-from parallel_ops.pipeline_parallel.messages import Key, Work
+from parallel_ops.pipeline_parallel.messages import Work
+from parallel_ops.pipeline_parallel.receives import Key
 
 # From a pipeline rank to another.
 Pair = tuple[int, int]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel_ops.pipeline_parallel.messages import Key
+from parallel_ops.pipeline_parallel.receives import Key
 
 
 class PipelineExpertLoads:

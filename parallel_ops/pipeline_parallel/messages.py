@@ -1,9 +1,8 @@
 """Messages between the stages of a pipeline: activations forward, their gradients backward.
 
 Each ordered pair of ranks is a channel whose messages arrive in the order in which they were sent. The sender sends as
-its list of actions says. The receiver knows that list, so it posts receives in that order, at most two ahead of what it
-needs, and nothing is negotiated. No two lists can lock up if a channel's messages hold back no others (see ``link``): a
-receive is posted before anybody waits for it, and nobody waits for a send before the end of the step.
+its list of actions says. The receiver knows that list and when to post each receive (``receives``), and nothing is
+negotiated. Nobody waits for a send before the end of the step.
 
 A message between stages on the same rank is handed over, not sent. Where tensor-parallel ranks hold the same rows
 (no sequence parallelism), each sends its part, and the receivers gather the whole over their faster links (Narayanan et
@@ -12,7 +11,7 @@ al., arXiv:2104.04473, section 4.1).
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +21,8 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.compat import capturing
 from parallel_ops.comm import primitives
 from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.pipeline_parallel.receives import Key, Part, receives_of, sent_by
 from parallel_ops.planner.schedules.action import Action
-
-# Receives that are posted beyond the one that is needed, on each channel.
-AHEAD = 2
-
-
-class Key(NamedTuple):
-    """What a message is: the input of a stage's F, or the gradient of its output for I or B.
-
-    Attributes:
-        kind: ``"F"`` or ``"B"``. stage: The stage that reads it. micro_batch: From 0.
-    """
-
-    kind: str
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        what = "activations" if self.kind == "F" else "gradients"
-        return f"{what} of micro-batch {self.micro_batch} for stage {self.stage}"
 
 
 class Work(Protocol):
@@ -76,16 +57,6 @@ class Piggyback(Protocol):
         """Takes those of a message that was received."""
 
 
-def sent_by(action: Action, stages: int) -> Key | None:
-    """The message that an action produces; ``None`` at the ends of the model."""
-    kind, micro_batch, stage = action[:3]
-    if kind == "F":
-        return Key("F", stage + 1, micro_batch) if stage + 1 < stages else None
-    if kind in ("I", "B"):
-        return Key("B", stage - 1, micro_batch) if stage else None
-    return None
-
-
 def pairs_of(schedule: Sequence[Sequence[Action]], stages: Stages) -> set[tuple[int, int]]:
     """The ordered pairs of different ranks between which a schedule's messages go, as (from, to)."""
     keys = ((rank, sent_by(action, stages.count)) for rank, order in enumerate(schedule) for action in order)
@@ -113,27 +84,27 @@ class Messages:
         self.stages, self.rank, self.link, self._share, self._piggyback = stages, rank, link, share, piggyback
         self._parts = 1 if share is None else share.size()
         self.bytes_sent = self.sent = 0
-        self._order: dict[int, list[Key]] = {}
-        for peer, order in enumerate(schedule):
-            keys = [key for action in order if (key := sent_by(action, stages.count)) is not None]
-            keys = [key for key in keys if stages.rank_of(key.stage) == rank]
-            if peer != rank and keys:
-                self._order[peer] = keys
-        self._source = {key: peer for peer, keys in self._order.items() for key in keys}
+        self._receives = receives_of(schedule, stages, rank)
         self._shape, self._dtype, self._device = torch.Size(()), torch.float32, torch.device("cpu")
-        self._due: dict[int, deque[Key]] = {}
+        self._due: deque[tuple[Part, int, Key]] = deque()
         self._posted: dict[Key, tuple[Work, Tensor]] = {}
-        self._count: dict[int, int] = {}
         self._here: dict[Key, Tensor] = {}
         self._leaving: deque[tuple[Work, Tensor]] = deque()
 
     def begin(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Starts a step whose messages have this shape, and posts the first receives."""
+        """Starts a step whose messages have this shape."""
         self._shape, self._dtype, self._device = torch.Size(shape), dtype, device
-        self._due = {peer: deque(keys) for peer, keys in self._order.items()}
-        self._count = dict.fromkeys(self._order, 0)
-        for peer in self._due:
-            self._post(peer)
+        self._due = deque(self._receives)
+
+    def reach(self, part: Part) -> None:
+        """Posts the receives that are due before a part of this rank's list, which is the next to run."""
+        while self._due and self._due[0][0] <= part:
+            _, peer, key = self._due.popleft()
+            shape = self._part_shape
+            if self._ridden:
+                shape = torch.Size([shape.numel() + self._ridden])
+            buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._posted[key] = self.link.receive(buffer, peer, key), buffer
 
     def send(self, key: Key, tensor: Tensor) -> None:
         """Hands a message to the rank of its stage. The tensor must not be changed afterwards.
@@ -162,16 +133,11 @@ class Messages:
             self._leaving.popleft()
 
     def receive(self, key: Key) -> Tensor:
-        """The message of this key; waits for it."""
+        """The message of this key, whose action has been reached; waits for it."""
         if key in self._here:
             return self._here.pop(key)
-        peer = self._source[key]
-        if key not in self._posted:
-            self._post(peer, until=key)
         work, part = self._posted.pop(key)
-        self._count[peer] -= 1
         work.wait()
-        self._post(peer)
         if self._piggyback is not None:
             sent = part.numel() - self._ridden
             self._piggyback.arrived(key, part[sent:].clone().view(torch.int64))
@@ -182,17 +148,6 @@ class Messages:
         """Waits until all messages of the step are sent."""
         while self._leaving:
             self._leaving.popleft()[0].wait()
-
-    def _post(self, peer: int, until: Key | None = None) -> None:
-        due = self._due[peer]
-        while due and (self._count[peer] < AHEAD or (until is not None and until not in self._posted)):
-            key = due.popleft()
-            shape = self._part_shape
-            if self._ridden:
-                shape = torch.Size([shape.numel() + self._ridden])
-            part = torch.empty(shape, dtype=self._dtype, device=self._device)
-            self._posted[key] = self.link.receive(part, peer, key), part
-            self._count[peer] += 1
 
     @property
     def _part_shape(self) -> torch.Size:

@@ -42,7 +42,7 @@ def test_processes_go_on_after_what_one_of_them_did(two):
 # One proof of each function over ranks.
 NAMES_OF_RANKS = (
     "pipeline zb-v, 2 stages, llama, eager", "context parallelism, ring, c10d", "expert parallelism, c10d",
-    "data parallelism, zero 3", "overlap symmetric",
+    "data parallelism, zero 3", "overlap 2", "overlap symmetric",
 )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_the_page_has_every_path_of_the_code():
 
 def test_gains_of_experimental_features_are_measured(capsys):
     """On a CPU they change nothing."""
-    assert gains.main("cpu", scale=32, rounds=1) == 0
+    assert gains.main(device="cpu", scale=32, rounds=1) == 0
     said = capsys.readouterr().out
     assert set(gains.WANTED) == set(experimental.FEATURES)
     assert all(f"{feature} " in said for feature in experimental.FEATURES) and said.count("of the time without") == 4

@@ -58,6 +58,11 @@ class World:
         if not operation.done:
             self._turns.give(self.rank, lambda: operation.done, operation, "for its end")
 
+    def synchronize(self) -> None:
+        """Waits for all that this rank has posted, as loading a kernel may, and giving memory back to the device."""
+        for operation in self.rules.of(self.rank):
+            self.wait(operation)
+
 
 class Group:
     """A process group."""

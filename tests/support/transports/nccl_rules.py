@@ -11,6 +11,9 @@ From the sources of torch 2.13 (``ProcessGroupNCCL::pointToPoint``, ``initNCCLCo
 - Operations of a communicator run in order: one that waits for its peers holds back those behind it. The messages of a
   batch run at once, and end together. NCCL promises no buffer, so a send ends with its receive.
 - All ranks make the same collectives of a group in the same order.
+
+And CUDA's (its C++ Programming Guide, "Lazy Loading", on concurrent kernels; ``cudaFree``): the first launch of a
+kernel and memory that goes back to the device may wait for all operations that the rank has posted.
 """
 
 from collections import deque
@@ -104,6 +107,10 @@ class Rules:
     def pending(self) -> Iterator[Operation]:
         """What has not ended, the first of each queue."""
         return (queue[0] for queues in self._queues.values() for queue in queues.values() if queue)
+
+    def of(self, rank: int) -> list[Operation]:
+        """What a rank has posted that has not ended."""
+        return [operation for queues in self._queues.values() for operation in queues.get(rank, ())]
 
     def receives_posted(self) -> int:
         everything = (o for queues in self._queues.values() for queue in queues.values() for o in queue)
