@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu_session.gains``: what experimental features gain on this GPU, with and without each.
+"""``python -m benchmarks.gpu_session.gains [FEATURE...]``: the gains of experimental features on this GPU.
 
     remembered_launches   the host's and the GPU's time of an eager forward and backward of two layers
     staged_norm           ``rms_norm``, forward and backward, of rows of 16,384 columns in bfloat16
@@ -9,7 +9,7 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -75,9 +75,9 @@ def ratio(feature: str, device: torch.device, scale: int = 1, rounds: int = 20) 
     return stats["with"].median / stats["without"].median
 
 
-def main(device: str = "cuda", scale: int = 1, rounds: int = 20) -> int:
-    for feature, wanted in WANTED.items():
-        found = ratio(feature, torch.device(device), scale, rounds)
+def main(features: Sequence[str] = (), device: str = "cuda", scale: int = 1, rounds: int = 20) -> int:
+    for feature in features or WANTED:
+        found, wanted = ratio(feature, torch.device(device), scale, rounds), WANTED[feature]
         verdict = "stays" if found <= wanted else "goes"
         print(
             f"{feature:20} takes {found:.3f} of the time without, at most {wanted:.2f} is wanted: {verdict}", flush=True
@@ -86,4 +86,4 @@ def main(device: str = "cuda", scale: int = 1, rounds: int = 20) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

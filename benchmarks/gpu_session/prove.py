@@ -5,6 +5,7 @@ long is killed with them, and the next has new ones. Exits with 1 if one failed.
 """
 
 import argparse
+import ctypes
 import sys
 import tempfile
 import time
@@ -50,7 +51,12 @@ def run(proof: Proof, processes: Processes, kind: str) -> tuple[str, str]:
 
 
 def _nccl(kind: str) -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else ""
+    """The version of the library that is loaded, which may not be the one that torch was built with."""
+    if kind != "cuda":
+        return ""
+    number = ctypes.c_int()
+    ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,9 @@
 """Processes that run one function after another, each on all of them, and are killed if one does not end."""
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -47,6 +49,7 @@ class Processes:
         while silent:
             ready: list[Any] = wait(list(silent), None if end is None else max(0.0, end - time.monotonic()))
             if not ready:
+                self._show_stacks()
                 self.close()
                 limit = "in time" if seconds is None else f"within {seconds:.0f} s"
                 raise TimeoutError("; ".join([f"ranks {sorted(silent.values())} did not answer {limit}", *errors]))
@@ -79,6 +82,12 @@ class Processes:
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+    def _show_stacks(self) -> None:
+        """Has each process write to the log where it stands."""
+        for process in self._ranks:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def close(self) -> None:
         """Kills the processes; the next call starts others."""
@@ -115,6 +124,8 @@ def _in_group(rank: int, size: int, store: str, function: Callable[..., Any], ar
 
 
 def _serve(pipe: Connection, rank: int, size: int) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     while True:
         try:
             function, arguments = pipe.recv()
