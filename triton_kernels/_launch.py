@@ -5,9 +5,8 @@ Here the first launch of a kind goes through Triton, and the compiled kernel tha
 What makes a kind is what Triton compiles for: the compile-time constants and options, the device, and of each argument
 what Triton's own function says (type, alignment and divisibility by 16, being 1).
 
-A launcher that is ``remembered``, where ``experimental`` has that enabled, runs once for tensors of given shapes,
-strides, dtypes and alignment. After that its launches are repeated with other tensors: to work out grids and arguments
-takes the host longer than to launch.
+A launcher that is ``remembered`` runs once for tensors of given shapes, strides, dtypes and alignment. After that its
+launches are repeated with other tensors: to work out grids and arguments takes the host longer than to launch.
 
 With launch hooks, pre-run hooks, a replaced ``JITFunction.run`` or settings that change what is compiled, and in
 versions of Triton other than those whose launch was compared, every launch goes through Triton.
@@ -24,8 +23,6 @@ from triton import knobs
 from triton.backends.compiler import BaseBackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-from parallel_ops.triton_kernels import experimental
 
 _COMPARED_VERSIONS = ("3.6.", "3.7.", "3.8.")
 # None where another was in its place already.
@@ -139,7 +136,7 @@ def remembered(launcher: L) -> L:
 
     @functools.wraps(launcher)
     def call(*tensors: Tensor | None, **options: Any) -> None:
-        if not experimental.is_enabled("remembered_launches") or _seen.launches is not None or _needs_triton_launch():
+        if _seen.launches is not None or _needs_triton_launch():
             launcher(*tensors, **options)
             return
         active = driver.active

@@ -1,10 +1,8 @@
-"""Kernels and launches that no GPU has run yet: off until they are enabled.
+"""Kernels that no GPU has been tested with yet: off until they are enabled.
 
-    expert_kernels        the kernels of ``route``, ``sort_by_expert``, ``permute`` and ``unpermute``; PyTorch's own
-                          ops compute them otherwise
-    remembered_launches   a launcher that saw tensors of the same shapes, strides and alignment repeats its launches
-    staged_norm           the norms' backward of 16-bit rows of 12,289 to 16,384 columns that reads them once
-    sum_partials          the sum of what ranks computed, in one kernel instead of an addition a rank
+    expert_kernels   the kernels of ``route``, ``sort_by_expert``, ``permute`` and ``unpermute``; PyTorch's own ops
+                     compute them otherwise
+    sum_partials     the sum of what ranks computed, in one kernel instead of an addition a rank
 
 Their compiled machine code is executed in the tests, on a CPU. ``docs/gpu_status.md`` says of every path what has run
 where.
@@ -13,7 +11,7 @@ where.
 import contextlib
 from collections.abc import Iterator
 
-FEATURES = ("expert_kernels", "remembered_launches", "staged_norm", "sum_partials")
+FEATURES = ("expert_kernels", "sum_partials")
 _enabled: set[str] = set()
 
 

@@ -18,7 +18,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 # Shared memory that one block may use, in bytes (CUDA C++ Programming Guide, table of technical specifications).
@@ -153,7 +152,7 @@ def specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def compiled(launch: Launch, capability: int, *, machine_code: bool = True) -> Any:
     """Triton's compiled kernel; without ``machine_code``, up to its PTX: ptxas takes an eighth of the time."""
-    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
+    source = ASTSource(
         launch.kernel,
         dict(launch.signature),
         dict(launch.constants),

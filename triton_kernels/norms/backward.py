@@ -2,8 +2,8 @@
 
 Programs, as many as run at once, walk over the rows with the gradients of weight and bias in registers and loads
 running ahead through shared memory: x and the incoming gradient are read once. Where those sums leave no room for a
-row, 16-bit rows stay in shared memory, if they fit; else one kernel takes the rows' dot products and a second, over
-blocks of columns, has all gradients: x and the gradient are read twice. The order of summation is set by the shape and
+row, one kernel takes the rows' dot products and a second, over blocks of columns, has all gradients: x and the gradient
+are read twice. The order of summation is set by the shape and
 the GPU. ``_finish`` sums the programs' parts in the same launch.
 """
 
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels import experimental
 from parallel_ops.triton_kernels._common import (
     aligned,
     as_rows,
@@ -26,7 +25,6 @@ from parallel_ops.triton_kernels._common import (
 )
 from parallel_ops.triton_kernels._finish import arrive, counter, finish_block, finish_both, finishers
 from parallel_ops.triton_kernels._launch import launch, remembered
-from parallel_ops.triton_kernels.norms.backward_staged import fits, staged_backward
 from parallel_ops.triton_kernels.norms.backward_wide import wide_backward
 from parallel_ops.triton_kernels.norms.forward import load, scaled
 
@@ -187,18 +185,7 @@ def backward(
     sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
     count = counter(x.device) if sums else None
 
-    staged = (
-        experimental.is_enabled("staged_norm")
-        and dx is not None and x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
-        and fits(cols, flags["UNIT"], x, grad, grad_sum)
-    )  # fmt: skip
-    if staged:
-        splits = min(rows, multiprocessors(x.device))
-        staged_backward(
-            splits, len(sums), cols, grad, grad_sum, x, weight, mean, rstd, dx,
-            *partial_sums_of(dweight, dbias, x, splits), dweight, dbias, count, splits, *sizes, **flags,
-        )  # fmt: skip
-    elif (
+    if (
         dx is not None
         and cols * x.dtype.itemsize <= MAX_BACKWARD
         and (dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS)

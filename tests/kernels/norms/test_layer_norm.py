@@ -8,7 +8,7 @@ from parallel_ops.ops import layer_norm_reference
 from ptx import aot
 from ptx.kernels import check_compiled, check_machine_code, meta, poisoned
 from support.numerics import suite
-from support.numerics.norms import aot_cases, check_kernels, grads, stream, with_residual
+from support.numerics.norms import aot_cases, check_kernels, with_residual
 from support.numerics.suite import DTYPES, randn
 
 
@@ -58,29 +58,6 @@ def check(args, g, zero_centered):
 )
 def test_interpreted(shape, dtype):
     check_kernels(layer_norm, layer_norm_reference, shape, dtype)
-
-
-@pytest.mark.executed(smoke=False)
-@pytest.mark.parametrize(
-    ("shape", "dtype", "wide_weight"), [((5, 12296), torch.bfloat16, True), ((4, 16384), torch.float16, False)], ids=str
-)
-def test_rows_that_stay_in_shared_memory(shape, dtype, wide_weight, monkeypatch):
-    """Several of them a program, so that each of the two places is filled again while the other is read."""
-    from parallel_ops.triton_kernels.norms import backward as _norm_backward
-
-    monkeypatch.setattr(_norm_backward, "multiprocessors", lambda device: 2)
-    launched = []
-    staged = _norm_backward.staged_backward
-    monkeypatch.setattr(_norm_backward, "staged_backward", lambda *a, **k: launched.append(a) or staged(*a, **k))
-    x, r = (stream(*shape, dtype=dtype, seed=i, mean=2.0) for i in (0, 1))
-    w, b = (randn(shape[-1], dtype=torch.float32 if wide_weight else dtype, seed=i) for i in (2, 3))
-    g = grads(*shape, dtype=dtype, seed=4)
-    check([x, r, w, b], g, zero_centered=wide_weight)
-    check([x, None, w if wide_weight else None, b], g[:1], zero_centered=False)
-    assert len(launched) == 2
-    apart = torch.empty(shape[0], shape[1] + 8, dtype=dtype)
-    assert _norm_backward.fits(shape[1], 8, x, apart[:, 8:], None)
-    assert not _norm_backward.fits(shape[1], 8, x, apart[:, 1:])  # copies of 16 bytes would be misaligned
 
 
 @pytest.mark.executed

@@ -71,7 +71,7 @@ def test_features_are_off_until_they_are_enabled():
     assert before == []
     try:
         parallel_ops.enable_experimental("expert_kernels")
-        assert experimental.is_enabled("expert_kernels") and not experimental.is_enabled("staged_norm")
+        assert experimental.is_enabled("expert_kernels") and not experimental.is_enabled("sum_partials")
         with pytest.raises(
             ValueError, match="enable_experimental: unknown feature 'kernels'; there are expert_kernels"
         ):
