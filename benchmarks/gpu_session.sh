@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds, checks and measures this tree on a machine with an NVIDIA GPU, without a package registry.
 #
-#   [CALL=1 | STEPS="kernels memory"] [NCCL_SOURCE=nccl.tar.gz] benchmarks/gpu_session.sh OUTPUT_FOLDER
+#   [CALL=1 | STEPS="kernels memory"] [EXTENSION=FILE] [NCCL_LIBRARY=FILE] benchmarks/gpu_session.sh OUTPUT_FOLDER
 #
 # CALL=1, 2 or 3 are the steps in three calls, none of which takes more than nine minutes on 16 cores:
 #
 #   1  machine build nccl pipelines     every schedule over two and four ranks, groups formed lazily and eagerly
 #   2  machine build nccl parallel beside kernels     tensor, context, expert and data parallelism over torch's
-#      communicators and the package's; FSDP2 beside them for 500 steps; attention, float8, grouped products, graphs
+#      communicators and the package's; FSDP2 beside them for 30 steps; attention, float8, grouped products, graphs
 #   3  machine build tests sanitizer gains attention memory host_time     every op on this GPU; what experimental
 #      features gain; speed
 #
@@ -17,7 +17,9 @@
 #
 # Ranks of the first two calls are processes on one GPU, which NCCL allows from 2.30 on. Where torch has an older one,
 # NCCL_SOURCE names an archive of its sources (github.com/NVIDIA/nccl, 1.4 MB), which the step nccl builds for this GPU
-# alone, or NCCL_LIBRARY a libnccl.so.2. Without either these proofs fail and say so.
+# alone, or NCCL_LIBRARY a libnccl.so.2: on two cores without a GPU that build takes 13 minutes. Without either these
+# proofs fail and say so. EXTENSION names a parallel_ops/_C.abi3.so of these sources, which runs with every Python and
+# torch that the package does; compiling it took more than two minutes on 16 cores.
 #
 # Needs python3 (3.10 or later) with torch, triton, setuptools, pytest, pytest-xdist, hypothesis, pydantic, rich, typer,
 # and transformers, and a C++ compiler. The package is installed into BUILD_FOLDER (build/gpu_session), where a
@@ -86,6 +88,18 @@ sources() {
   "$python" --version
 }
 
+install_beside() {
+  # A built extension, and the NCCL binding, which is for one version of Python.
+  local names suffix
+  names=$("$python" -c 'import sysconfig as s, pybind11; print("-I" + s.get_path("include"), "-I" + pybind11.get_include())')
+  suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+  mkdir -p "$site" && cp -r parallel_ops "$site/" && cp -r triton_kernels "$site/parallel_ops/" &&
+    cp "$EXTENSION" "$site/parallel_ops/_C.abi3.so" &&
+    # shellcheck disable=SC2086
+    "${CXX:-c++}" -shared -fPIC -O1 -std=c++17 -fvisibility=hidden $names csrc/nccl/*.cpp -ldl \
+      -o "$site/parallel_ops/_nccl$suffix"
+}
+
 install_package() {
   # A copy, so that no build files are left in the tree; without the bytecode and binaries of another machine.
   local digest source="$build/source"
@@ -94,7 +108,12 @@ install_package() {
     echo "as built before"
     return
   fi
-  rm -rf "$site" "$site.digest" "$source" && mkdir -p "$source" &&
+  rm -rf "$site" "$site.digest" "$source"
+  if [[ -n ${EXTENSION-} ]]; then
+    install_beside && echo "$digest" >"$site.digest"
+    return
+  fi
+  mkdir -p "$source" &&
     tar -c --exclude=.git --exclude=.venv --exclude=./build --exclude='*.so' --exclude=__pycache__ \
       --exclude='*.egg-info' . | tar -x -C "$source" &&
     (cd "$source" && "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --no-compile \
@@ -126,7 +145,7 @@ build_nccl() {
     make -C "$source" -j "$MAX_JOBS" src.build BUILDDIR="$build/nccl" ONLY_FUNCS="$functions" \
       NVCC_GENCODE="-gencode=arch=compute_${NCCL_ARCH:-90},code=sm_${NCCL_ARCH:-90}"
 }
-export -f install_package sources build_nccl
+export -f install_package install_beside sources build_nccl
 export python tree build site nccl_library MAX_JOBS="${MAX_JOBS:-$(nproc)}"
 
 # The installed package comes first: the source tree has no compiled extension, and must not hide the one that has.

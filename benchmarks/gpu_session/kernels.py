@@ -17,7 +17,6 @@ from parallel_ops._internal.gradients.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.ops.float8_recipes import RECIPES, device_problem
-from parallel_ops.triton_kernels import experimental
 
 # Half a unit in the last place of bfloat16, and of the two kinds of float8: output gradients are rounded to e5m2.
 _BF16, _E4M3, _E5M2 = 2.0**-9, 2.0**-4, 2.0**-3
@@ -132,11 +131,6 @@ def captured_layers(rank: int, size: int, kind: str, store: str) -> None:
 
 def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
     """Launches that are repeated: on other streams, with addresses of other alignment and with other sizes."""
-    with experimental.enabled("remembered_launches"):
-        _repeat(kind)
-
-
-def _repeat(kind: str) -> None:
     weight = _drawn(256, seed=0, kind=kind)
     memory = _drawn(64 * 256 + 8, seed=1, kind=kind)
     cuda = kind == "cuda"

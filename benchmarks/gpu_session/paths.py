@@ -99,12 +99,8 @@ PATHS: tuple[GpuPath, ...] = (
         evidence="not run on a GPU yet; cuBLAS, torch's elementwise kernels and the kernels of `cross_entropy`",
     ),
     GpuPath(
-        "ops", "launches repeated by launchers", '`enable_experimental("remembered_launches")`', False,
+        "ops", "launches repeated by launchers", "a kernel launched again for tensors of the same kind", True,
         proofs=("repeated launches",), evidence="Triton's driver replaced by one that notes every argument",
-    ),
-    GpuPath(
-        "ops", "norms' backward that stages rows in shared memory", '`enable_experimental("staged_norm")`', False,
-        evidence=EXECUTED,
     ),
     GpuPath(
         "attention", '`backend="cudnn"`', "`flash_attention`, where torch's SDPA would take it", True, "torch (cuDNN)",
@@ -117,7 +113,7 @@ PATHS: tuple[GpuPath, ...] = (
     GpuPath(
         "attention", '`backend="fa4"`',
         "`flash_attention` with flash-attn-4 installed, for the calls of `ops/attention/allow_list.py`", True,
-        "flash-attn-4", proofs=("attention backends",),
+        "flash-attn-4",
         evidence="a stand-in whose parameters are compared with its source; the list's published measurements",
     ),
     GpuPath(
@@ -184,7 +180,7 @@ PATHS: tuple[GpuPath, ...] = (
     GpuPath("parallelism", "data parallelism", "`dp`, `zero`", True, "torch (FSDP2, DDP)",
             proofs=("data parallelism",), evidence=SAME),
     GpuPath("parallelism", "FSDP2 beside tensor parallelism", "`tp` with `zero = 3`", True,
-            "torch's NCCL process group", proofs=("500 steps of FSDP2 beside tensor parallelism, c10d",),
+            "torch's NCCL process group", proofs=("30 steps of FSDP2 beside tensor parallelism, c10d",),
             evidence=SAME),
     GpuPath("overlap", '`overlap="off"`', "`auto` where chunks gain less than 2 %", True, "torch's NCCL process group",
             proofs=("overlap off",), evidence=STRICT),
@@ -196,6 +192,6 @@ PATHS: tuple[GpuPath, ...] = (
             proofs=("tensor parallelism, c10d",), evidence=STRICT),
     GpuPath("transport", "nccl", "`PARALLEL_OPS_TRANSPORT=nccl`", False,
             proofs=("tensor parallelism, nccl", "context parallelism, ring, nccl", "expert parallelism, nccl",
-                    "500 steps of FSDP2 beside tensor parallelism, nccl"),
+                    "30 steps of FSDP2 beside tensor parallelism, nccl"),
             evidence="a stand-in of NCCL that moves the bytes"),
 )  # fmt: skip

@@ -19,6 +19,7 @@ class Proof:
     Attributes:
         part: The step of a session that runs it.
         environment: Variables of its processes; proofs with the same ones share processes.
+        alone: It has new processes.
         seconds: After these the processes are killed, and the proof has failed.
     """
 
@@ -29,6 +30,7 @@ class Proof:
     arguments: tuple[Any, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 40.0
+    alone: bool = False
 
 
 _LLAMA = {
@@ -49,14 +51,14 @@ def _pipelines() -> Iterator[Proof]:
     """Every schedule over two ranks, and over four, where an order of messages can lock; lazy and eager groups."""
     cases: list[tuple[int, str, str, dict[str, Any]]] = [(2, name, "llama", _LLAMA) for name in _SCHEDULES]
     cases += [(2, "1f1b", "tied", _TIED), (4, "1f1b", "tied", _TIED), (4, "zb-v", "llama", _LLAMA)]
-    # The warning is about groups whose messages go both ways. With a variable they have processes of their own.
-    eager = {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
-    for start, variables in (("lazy", {}), ("eager", eager)):
+    for start in ("lazy", "eager"):
         for size, schedule, kind, model in cases:
             plan = {"pp": size, "schedule": schedule, "virtual_stages": _SCHEDULES[schedule]}
             yield Proof(
                 f"pipeline {schedule}, {size} stages, {kind}, {start}", "pipelines", size, ranks.trains_alike,
-                (model, plan, start == "eager"), variables,
+                (model, plan, start == "eager"),
+                # torch 2.11 crashes where a second world of a process splits its communicator (pytorch pull 192109).
+                alone=start == "eager",
             )  # fmt: skip
 
 
@@ -99,8 +101,8 @@ def _beside() -> Iterator[Proof]:
     for transport in ("c10d", "nccl"):
         for name, environment in variables.items():
             yield Proof(
-                f"500 steps of FSDP2 beside tensor parallelism, {transport}{name}", "beside", 4, ranks.keeps_training,
-                (_SMALL, plan, 500), {"PARALLEL_OPS_TRANSPORT": transport, **environment}, 75.0,
+                f"30 steps of FSDP2 beside tensor parallelism, {transport}{name}", "beside", 4, ranks.keeps_training,
+                (_SMALL, plan, 30), {"PARALLEL_OPS_TRANSPORT": transport, **environment}, 75.0,
             )  # fmt: skip
 
 

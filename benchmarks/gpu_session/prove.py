@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [p for part in given.parts for p in every.values() if p.part == part and given.only in p.name]
     environment, rows, processes = asdict(describe(torch.device(given.device))), list[Proven](), None
     for proof in chosen:
-        if processes is None or not processes.serve(proof.processes, proof.environment):
+        if processes is None or proof.alone or not processes.serve(proof.processes, proof.environment):
             if processes is not None:
                 processes.close()
             processes = Processes(proof.processes, proof.environment)
