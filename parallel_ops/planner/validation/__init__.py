@@ -1,6 +1,6 @@
 """Validation of the planner against published tables.
 
-The JSON and CSV files in this folder have the tables, each with its source. ``validate`` compares every row;
+``tables`` and ``runs`` have the published tables, each with its source. ``validate`` compares every row;
 ``benchmarks/planner_fit.py`` fits the constants of ``presets/efficiency.json`` to the rows that are marked as fitted.
 """
 

@@ -51,15 +51,18 @@ class Measurement:
         return step.simulated_seconds() if exact else step.seconds()
 
 
+_TABLES = files("parallel_ops.planner.validation").joinpath("tables")
+
+
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    """The content of a JSON file in this folder."""
-    data: dict[str, Any] = json.loads(files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    """The content of a JSON file in ``tables``."""
+    data: dict[str, Any] = json.loads(_TABLES.joinpath(f"{name}.json").read_text(encoding="utf-8"))
     return data
 
 
 def rows(name: str) -> tuple[str, list[dict[str, str]]]:
-    """Source and rows of a CSV file in this folder. Its first line is a comment with the source."""
-    first, *lines = files(__package__).joinpath(f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    """Source and rows of a CSV file in ``tables``. Its first line is a comment with the source."""
+    first, *lines = _TABLES.joinpath(f"{name}.csv").read_text(encoding="utf-8").splitlines()
     lines[0] = lines[0].removeprefix("# ")
     return first.removeprefix("# "), list(csv.DictReader(lines))

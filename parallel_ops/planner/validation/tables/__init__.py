@@ -1,0 +1,1 @@
+"""Published tables, each with its source. A package, so that the files are installed."""
