@@ -50,24 +50,30 @@ def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False) -
         dist.destroy_process_group()
 
 
+def settings_of(kind: str, model: Sections, plan: Sections, steps: int, data: Path) -> Any:
+    """The settings of a run; ``data`` has its tokens."""
+    from parallel_ops.train.config import Settings  # needs pydantic
+
+    return Settings.model_validate(
+        {
+            "run": {"steps": steps, "device": kind, "seed": 3},
+            "model": model,
+            "data": {"paths": [str(data)]},
+            "optimizer": {"lr": 1e-3, "eps": 1e-4, "grad_clip": 0.5, "warmup": 0},
+            "parallel": {"global_batch": 8, "micro_batch": 1, **plan},
+            "precision": {"dtype": "fp32"},
+        }
+    )
+
+
 def losses(kind: str, model: Sections, plan: Sections, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a run over the ranks of the default group, or of this process alone."""
     from parallel_ops.train import Trainer  # needs pydantic
-    from parallel_ops.train.config import Settings
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
         np.random.default_rng(0).integers(1, model["vocab_size"], 100_000).astype("uint16").tofile(path)
-        settings = Settings.model_validate(
-            {
-                "run": {"steps": steps, "device": kind, "seed": 3},
-                "model": model,
-                "data": {"paths": [str(path)]},
-                "optimizer": {"lr": 1e-3, "eps": 1e-4, "grad_clip": 0.5, "warmup": 0},
-                "parallel": {"global_batch": 8, "micro_batch": 1, **plan},
-                "precision": {"dtype": "fp32"},
-            }
-        )
+        settings = settings_of(kind, model, plan, steps, path)
         mesh = None
         if dist.is_initialized():
             mesh = ParallelMesh(**{name: getattr(settings.plan, name) for name in _SIZES})

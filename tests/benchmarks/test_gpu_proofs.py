@@ -7,7 +7,7 @@ import pytest
 import parallel_ops.context_parallel
 import parallel_ops.expert_parallel
 import parallel_ops.tensor_parallel  # noqa: F401 - registers its ops
-from benchmarks.gpu_session import gains, kernels, prove, status
+from benchmarks.gpu_session import gains, kernels, prove, ranks, status
 from benchmarks.gpu_session.paths import PATHS
 from benchmarks.gpu_session.proofs import proofs
 from benchmarks.harness import results
@@ -42,7 +42,7 @@ def test_processes_go_on_after_what_one_of_them_did(two):
 # One proof of each function over ranks.
 NAMES_OF_RANKS = (
     "pipeline zb-v, 2 stages, llama, eager", "context parallelism, ring, c10d", "expert parallelism, c10d",
-    "data parallelism, zero 3", "overlap 2", "overlap symmetric",
+    "data parallelism, zero 3", "overlap symmetric",
 )  # fmt: skip
 
 
@@ -50,6 +50,14 @@ NAMES_OF_RANKS = (
 def test_proofs_over_ranks(two, tmp_path, name):
     proof = proofs()[name]
     two.run(proof.run, "cpu", str(tmp_path / "store"), *proof.arguments, seconds=120)
+
+
+def test_settings_of_every_proof_are_valid(tmp_path):
+    trained = [proof for proof in proofs().values() if proof.run in (ranks.trains_alike, ranks.keeps_training)]
+    for proof in trained:
+        model, plan = proof.arguments[:2]
+        assert ranks.settings_of("cpu", model, plan, 1, tmp_path).plan.gpus == proof.processes
+    assert len(trained) > 30
 
 
 def test_a_wrong_loss_is_found(two, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import cli, ops
 from benchmarks.cli import app, run
+from benchmarks.gpu_session import prove
 from benchmarks.harness import measure, report, results, timing
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.memory import peak_bytes
@@ -214,7 +215,10 @@ def test_a_command_has_its_own_options(name, monkeypatch, capsys):
 
 def test_rows_in_git_have_the_columns_that_are_written():
     for path in (Path(cli.__file__).parent / "results").glob("*.csv"):
-        kinds = {"overlap": overlap.Row, "ring_attention": ring_attention.Row, "precision": precision.PrecisionRow}
+        kinds = {
+            "overlap": overlap.Row, "ring_attention": ring_attention.Row, "precision": precision.PrecisionRow,
+            "gpu_proofs": prove.Proven,
+        }  # fmt: skip
         kind = kinds.get(path.stem.rpartition("-")[2], results.Row)
         assert path.read_text().partition("\n")[0].split(",") == results.columns(kind)
 

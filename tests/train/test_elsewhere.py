@@ -82,7 +82,8 @@ LONG = {
     "valid tokens uneven over cp", "sinks in the gradient norm under tp and sp", "the norm over ep and tp",
     "clipping where experts have no tokens", "the router under tp and ep",
     "the bias of experts under full recomputation", "fewer key heads than tensor ranks under 1f1b",
-    "fewer key heads than tensor ranks under interleaved",
+    "fewer key heads than tensor ranks under interleaved", "fewer key heads than tensor ranks under zb-h1",
+    "the norm over ep and tp of the same ranks",
 }  # fmt: skip
 
 
