@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel_ops._internal.distributed.compat import resolve_group
 from parallel_ops.comm import ParallelMesh, consistency
-from parallel_ops.expert_parallel import exchange
+from parallel_ops.expert_parallel import dispatch, exchange
 from parallel_ops.layers import parameters
 from parallel_ops.models import context
 
@@ -220,13 +220,20 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     All ranks make the same call as this one, as far as the comparison before data knows.
     """
     dist.init_process_group("fake", rank=rank, world_size=size)
-    compare, start = consistency._compare, exchange.start_exchange
+    compare, start, all_to_all = consistency._compare, exchange.start_exchange, dispatch.all_to_all
+
+    def as_this_rank(sizes: Tensor, group: ProcessGroup) -> Tensor:
+        """Sizes, which torch 2.11's backend leaves as the memory was."""
+        found = all_to_all(sizes, group)
+        with spmd.no_typecheck():
+            return found.copy_(sizes)
+
     consistency._compare = lambda group, call, device: [list(call.own)] * group.size()
-    exchange.start_exchange = _nothing_arrives
+    exchange.start_exchange, dispatch.all_to_all = _nothing_arrives, as_this_rank
     try:
         yield
     finally:
-        consistency._compare, exchange.start_exchange = compare, start
+        consistency._compare, exchange.start_exchange, dispatch.all_to_all = compare, start, all_to_all
         dist.destroy_process_group()
 
 
