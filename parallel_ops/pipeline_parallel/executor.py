@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallel_ops._internal.distributed.turns import together
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.messages import Messages
-from parallel_ops.pipeline_parallel.receives import Key, Part, read_by, sent_by
+from parallel_ops.pipeline_parallel.receives import Key, Place, sent_by
 from parallel_ops.planner.schedules.action import Action
 
 # Stage, micro-batch, and the activations of the stage before (None for stage 0) to the activations of the stage; for
@@ -86,7 +86,6 @@ class Executor:
         # None for a first stage that is frozen as a whole.
         self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
         self._later: dict[tuple[int, int], Callable[[], None]] = {}
-        self._running = 0
 
     def step(
         self, forward: Forward, scale: Callable[[int], Tensor | float], *, shape: Sequence[int], dtype: torch.dtype,
@@ -107,8 +106,7 @@ class Executor:
         self.messages.begin(shape, dtype, device)
         paired: Action | None = None
         for number, action in enumerate(self.order):
-            self._running = number
-            self.messages.reach(Part(number))
+            self.messages.reach(Place(action))
             for observer in self.observers:
                 observer.begin(action)
             if action.paired:
@@ -147,12 +145,12 @@ class Executor:
         """
         losses: dict[int, Tensor] = {}
         messages.begin(shape, dtype, device)
-        for number, action in enumerate(order):
-            messages.reach(Part(number))
+        for action in order:
+            messages.reach(Place(action))
             for observer in self.observers:
                 observer.begin(action)
             stage, micro_batch = action.stage, action.micro_batch
-            x = None if (key := read_by(action, self.stages.count)) is None else messages.receive(key)
+            x = messages.receive(action)
             self._compute(action)
             y = forward(stage, micro_batch, x)
             if (key := sent_by(action, self.stages.count)) is None:
@@ -173,14 +171,9 @@ class Executor:
         self._compute(action)
         self._leave(action, x, forward(action.stage, action.micro_batch, x), losses)
 
-    def _read(self, action: Action) -> Tensor | None:
-        """The message that an action waits for; ``None`` at the ends of the model."""
-        key = read_by(action, self.stages.count)
-        return None if key is None else self.messages.receive(key)
-
     def _input(self, action: Action) -> Tensor | None:
         """What F reads."""
-        x = self._read(action)
+        x = self.messages.receive(action)
         return None if x is None else x.requires_grad_()
 
     def _leave(self, action: Action, x: Tensor | None, y: Tensor, losses: dict[int, Tensor]) -> None:
@@ -195,7 +188,7 @@ class Executor:
         self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
 
     def _backward(self, action: Action, scale: Callable[[int], Tensor | float]) -> None:
-        grad = self._read(action)
+        grad = self.messages.receive(action)
         self._compute(action)
         x, y = self._live.pop((action.stage, action.micro_batch))
         self._run_backward(action, y, grad, scale)
@@ -219,7 +212,7 @@ class Executor:
             assert x.grad is not None
             self.messages.send(Key("B", stage - 1, micro_batch), x.grad)
         if action.kind == "B":
-            self.messages.reach(Part(self._running, weights=True))
+            self.messages.reach(Place(action, weights=True))
         for observer in self.observers:
             observer.input_gradient(action)
         if self.queue is None:
@@ -236,7 +229,7 @@ class Executor:
         losses: dict[int, Tensor],
     ) -> None:  # fmt: skip
         """F and B together."""
-        x, grad = self._input(first), self._read(second)
+        x, grad = self._input(first), self.messages.receive(second)
         for action in (first, second):
             self._compute(action)
         x_second, y_second = self._live.pop((second.stage, second.micro_batch))

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.distributed.compat import capturing
 from parallel_ops.comm import primitives
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.receives import Key, Part, receives_of, sent_by
+from parallel_ops.pipeline_parallel.receives import Key, Place, read_by, receives_of, sent_by
 from parallel_ops.planner.schedules.action import Action
 
 
@@ -86,7 +86,6 @@ class Messages:
         self.bytes_sent = self.sent = 0
         self._receives = receives_of(schedule, stages, rank)
         self._shape, self._dtype, self._device = torch.Size(()), torch.float32, torch.device("cpu")
-        self._due: deque[tuple[Part, int, Key]] = deque()
         self._posted: dict[Key, tuple[Work, Tensor]] = {}
         self._here: dict[Key, Tensor] = {}
         self._leaving: deque[tuple[Work, Tensor]] = deque()
@@ -94,12 +93,10 @@ class Messages:
     def begin(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Starts a step whose messages have this shape."""
         self._shape, self._dtype, self._device = torch.Size(shape), dtype, device
-        self._due = deque(self._receives)
 
-    def reach(self, part: Part) -> None:
-        """Posts the receives that are due before a part of this rank's list, which is the next to run."""
-        while self._due and self._due[0][0] <= part:
-            _, peer, key = self._due.popleft()
+    def reach(self, place: Place) -> None:
+        """Posts the receives of a place of this rank's list; called at each, in their order."""
+        for peer, key in self._receives.get(place, ()):
             shape = self._part_shape
             if self._ridden:
                 shape = torch.Size([shape.numel() + self._ridden])
@@ -132,8 +129,11 @@ class Messages:
         while self._leaving and not capturing(part) and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
-    def receive(self, key: Key) -> Tensor:
-        """The message of this key, whose action has been reached; waits for it."""
+    def receive(self, action: Action) -> Tensor | None:
+        """What an action reads that has been reached; waits for it. ``None`` at the ends of the model."""
+        key = read_by(action, self.stages.count)
+        if key is None:
+            return None
         if key in self._here:
             return self._here.pop(key)
         work, part = self._posted.pop(key)

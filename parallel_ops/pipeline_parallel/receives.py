@@ -36,17 +36,17 @@ class Key(NamedTuple):
         return f"{what} of micro-batch {self.micro_batch} for stage {self.stage}"
 
 
-class Part(NamedTuple):
+class Place(NamedTuple):
     """A place in a rank's list: before an action, or within B, before its weight gradients."""
 
-    number: int
+    action: Action
     weights: bool = False
 
 
 class _Work(NamedTuple):
     """What runs between two places: an action, a pair, or the weight gradients of B."""
 
-    at: Part
+    place: Place
     reads: list[Key]
     sends: list[Key]
     units: int
@@ -72,55 +72,43 @@ def read_by(action: Action, stages: int) -> Key | None:
     return None
 
 
-def receives_of(schedule: Sequence[Sequence[Action]], stages: Stages, rank: int) -> list[tuple[Part, int, Key]]:
-    """The receives of a rank in the order in which it posts them: before which part, from which rank, and what.
+def receives_of(schedule: Sequence[Sequence[Action]], stages: Stages, rank: int) -> dict[Place, list[tuple[int, Key]]]:
+    """The receives that a rank posts at each place of its list, in their order: from which rank, and what.
 
     Raises:
         ValueError: The actions wait for each other in a circle.
     """
-    starts: list[tuple[int, Part]] = []
-    left = {key: (at, peer) for key, at, peer in _departures(schedule, stages, rank, starts)}
-    arriving = [
-        (at, peer, key) for key, (at, peer) in left.items() if peer != rank and stages.rank_of(key.stage) == rank
-    ]
-    arriving.sort(key=lambda message: message[0])  # of equal times, as their sender sends them
-    found = []
-    for at, peer, key in arriving:
-        place = bisect_left(starts, at, key=lambda start: start[0])
-        found.append((starts[place][1], peer, key))
-    return found
-
-
-def _departures(
-    schedule: Sequence[Sequence[Action]], stages: Stages, rank: int, starts: list[tuple[int, Part]]
-) -> Iterator[tuple[Key, int, int]]:
-    """Each message, when it leaves and from which rank. Appends the starts of one rank's parts."""
     lists = [deque(_works(order, stages.count)) for order in schedule]
-    clocks, there = [0] * len(lists), dict[Key, int]()
+    clocks, left, starts = [0] * len(lists), dict[Key, int](), list[tuple[int, Place]]()
     while any(lists):
-        before = sum(map(len, lists))
+        moved = False
         for peer, works in enumerate(lists):
-            while works and all(key in there for key in works[0].reads):
-                work = works.popleft()
-                start = max([clocks[peer], *(there[key] for key in work.reads)])
+            while works and all(key in left for key in works[0].reads):
+                work, moved = works.popleft(), True
+                start = max([clocks[peer], *(left[key] for key in work.reads)])
                 clocks[peer] = start + work.units
                 if peer == rank:
-                    starts.append((start, work.at))
-                for key in work.sends:
-                    there[key] = clocks[peer]
-                    yield key, clocks[peer], peer
-        if sum(map(len, lists)) == before:
+                    starts.append((start, work.place))
+                left |= dict.fromkeys(work.sends, clocks[peer])
+        if not moved:
             raise ValueError("pipeline: the actions of the schedule wait for each other in a circle")
+    receives: dict[Place, list[tuple[int, Key]]] = {}
+    for key, at in sorted(left.items(), key=lambda item: item[1]):  # of equal times, as their sender sends them
+        sender = stages.rank_of(key.stage - 1 if key.kind == "F" else key.stage + 1)
+        if stages.rank_of(key.stage) == rank != sender:
+            _, place = starts[bisect_left(starts, at, key=lambda start: start[0])]
+            receives.setdefault(place, []).append((sender, key))
+    return receives
 
 
 def _works(order: Sequence[Action], stages: int) -> Iterator[_Work]:
     group: list[Action] = []
-    for number, action in enumerate(order):
+    for action in order:
         group.append(action)
         if action.paired:
             continue
         reads, sends = ([key for each in group if (key := of(each, stages)) is not None] for of in (read_by, sent_by))
-        yield _Work(Part(number + 1 - len(group)), reads, sends, len(group))
+        yield _Work(Place(group[0]), reads, sends, len(group))
         if action.kind == "B":
-            yield _Work(Part(number, weights=True), [], [], 1)
+            yield _Work(Place(action, weights=True), [], [], 1)
         group = []
