@@ -19,7 +19,7 @@
 # NCCL_SOURCE names an archive of its sources (github.com/NVIDIA/nccl, 1.4 MB), which the step nccl builds for this GPU
 # alone, or NCCL_LIBRARY a libnccl.so.2: on two cores without a GPU that build takes 13 minutes. Without either these
 # proofs fail and say so. EXTENSION names a parallel_ops/_C.abi3.so of these sources, which runs with every Python and
-# torch that the package does; compiling it took more than two minutes on 16 cores.
+# torch that the package does; compiling it took more than two minutes on 16 cores, where BUILD_LIMIT must be raised.
 #
 # Needs python3 (3.10 or later) with torch, triton, setuptools, pytest, pytest-xdist, hypothesis, pydantic, rich, typer,
 # and transformers, and a C++ compiler. The package is installed into BUILD_FOLDER (build/gpu_session), where a
@@ -93,7 +93,8 @@ install_beside() {
   local names suffix
   names=$("$python" -c 'import sysconfig as s, pybind11; print("-I" + s.get_path("include"), "-I" + pybind11.get_include())')
   suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  mkdir -p "$site" && cp -r parallel_ops "$site/" && cp -r triton_kernels "$site/parallel_ops/" &&
+  mkdir -p "$site" && tar -c --exclude='*.so' --exclude=__pycache__ parallel_ops | tar -x -C "$site" &&
+    tar -c --exclude=__pycache__ triton_kernels | tar -x -C "$site/parallel_ops" &&
     cp "$EXTENSION" "$site/parallel_ops/_C.abi3.so" &&
     # shellcheck disable=SC2086
     "${CXX:-c++}" -shared -fPIC -O1 -std=c++17 -fvisibility=hidden $names csrc/nccl/*.cpp -ldl \

@@ -54,6 +54,9 @@ def ratio(feature: str, device: torch.device, scale: int = 1, rounds: int = 20) 
 
 
 def main(features: Sequence[str] = (), device: str = "cuda", scale: int = 1, rounds: int = 20) -> int:
+    if unknown := sorted(set(features) - set(WANTED)):
+        print(f"error: unknown feature {unknown[0]!r}; choose from {', '.join(WANTED)}", file=sys.stderr)
+        return 2
     for feature in features or WANTED:
         found, wanted = ratio(feature, torch.device(device), scale, rounds), WANTED[feature]
         verdict = "stays" if found <= wanted else "goes"

@@ -5,7 +5,6 @@ long is killed with them, and the next has new ones. Exits with 1 if one failed.
 """
 
 import argparse
-import ctypes
 import sys
 import tempfile
 import time
@@ -54,9 +53,9 @@ def _nccl(kind: str) -> str:
     """The version of the library that is loaded, which may not be the one that torch was built with."""
     if kind != "cuda":
         return ""
-    number = ctypes.c_int()
-    ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    from parallel_ops.comm.nccl.library import load_nccl  # needs the binding
+
+    return load_nccl().version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

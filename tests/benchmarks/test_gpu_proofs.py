@@ -130,6 +130,9 @@ def test_gains_of_experimental_features_are_measured(capsys):
     said = capsys.readouterr().out
     assert set(gains.WANTED) == set(experimental.FEATURES)
     assert all(f"{feature} " in said for feature in experimental.FEATURES) and said.count("of the time without") == 2
+    assert (
+        gains.main(["norms"]) == 2 and "unknown feature 'norms'; choose from expert_kernels" in capsys.readouterr().err
+    )
     assert not any(experimental.is_enabled(name) for name in experimental.FEATURES)
 
 

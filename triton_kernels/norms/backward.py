@@ -3,8 +3,8 @@
 Programs, as many as run at once, walk over the rows with the gradients of weight and bias in registers and loads
 running ahead through shared memory: x and the incoming gradient are read once. Where those sums leave no room for a
 row, one kernel takes the rows' dot products and a second, over blocks of columns, has all gradients: x and the gradient
-are read twice. The order of summation is set by the shape and
-the GPU. ``_finish`` sums the programs' parts in the same launch.
+are read twice. The order of summation is set by the shape and the GPU. ``_finish`` sums the programs' parts in the same
+launch.
 """
 
 import triton
