@@ -7,6 +7,7 @@ finds the file of another run in its place at its next save, which then fails.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -38,8 +39,7 @@ class Owner:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._token = folder / FILE, uuid.uuid4().hex
-        while not _create(self._path, self._token):
-            _take_over(self._path)
+        _acquire(self._path, self._token)
         closed = threading.Event()
         arguments = (self._path, self._token, closed)
         self._thread = threading.Thread(target=_beat, args=arguments, name="parallel_ops-owner", daemon=True)
@@ -87,28 +87,35 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _take_over(path: Path) -> None:
-    """Removes the file of a run that is gone.
+def _acquire(path: Path, token: str) -> None:
+    """Creates the file, or takes that of a run that is gone.
+
+    Several runs may find it stale, and one of them late. So each first acquires a file named by what it found, looks
+    again, and moves that file into the place of the stale one, which is never empty meanwhile.
 
     Raises:
-        CheckpointError: The run goes on.
+        CheckpointError: The run goes on, or another one is taking its place.
     """
-    owner = _read(path)
-    if owner is None:
-        return
-    if _runs(path, owner):
-        raise CheckpointError(
-            f"checkpoint.dir {path.parent} is in use by another run, {_named(owner)}: wait for its end, or name "
-            "another folder"
-        )
-    # If several runs find it stale, one renames it, and puts back what another one created meanwhile.
-    aside = path.with_name(f"{FILE}-{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        if _read(aside) != owner:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()
+    while not _create(path, token):
+        owner, touched = _read(path), _touched(path)
+        if owner is None:
+            continue
+        if _runs(path, owner):
+            raise CheckpointError(
+                f"checkpoint.dir {path.parent} is in use by another run, {_named(owner)}: wait for its end, or name "
+                "another folder"
+            )
+        found = hashlib.sha256(json.dumps(owner, sort_keys=True).encode()).hexdigest()
+        claim = path.with_name(f"{FILE}-{found[:32]}")
+        _acquire(claim, token)
+        try:
+            if (_read(path), _touched(path)) == (owner, touched):
+                claim.replace(path)
+                return
+        except OSError:
+            claim.unlink()
+            raise
+        claim.unlink()
 
 
 def _runs(path: Path, owner: dict[str, Any]) -> bool:

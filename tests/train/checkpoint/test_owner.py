@@ -111,7 +111,15 @@ def test_a_run_that_cannot_be_seen_is_stale_if_it_gives_no_sign(tmp_path, monkey
     assert time.monotonic() - start < 0.4 and capsys.readouterr().err == ""
 
 
-def test_of_several_runs_one_takes_over(tmp_path):
+@pytest.fixture
+def often_interrupted():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_of_several_runs_one_takes_over(tmp_path, often_interrupted):
     for attempt in range(20):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -129,6 +137,42 @@ def test_of_several_runs_one_takes_over(tmp_path):
         found[0].check()
         found[0].close()
         assert names(folder) == []
+
+
+def test_a_run_that_is_late_takes_nothing_over(tmp_path, monkeypatch):
+    """Between its look at a stale file and what it does next, others take over, and end."""
+    runs_, found = owners._runs, []
+
+    def look(path, owner):
+        running = runs_(path, owner)
+        if not found:
+            found.append(None)
+            found[0] = Owner(tmp_path)
+        return running
+
+    owned(tmp_path, token="other", process=2**22 + 1)
+    monkeypatch.setattr(owners, "_runs", look)
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        Owner(tmp_path)
+    found[0].check()
+    found[0].close()
+    assert names(tmp_path) == []
+
+
+def test_a_run_that_died_while_it_took_over_is_taken_over(tmp_path, monkeypatch):
+    owned(tmp_path, token="other", process=2**22 + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Owner(tmp_path)
+    claim = tmp_path / names(tmp_path)[1]
+    with pytest.raises(CheckpointError, match=rf"in use by another run, process {os.getpid()}"):
+        Owner(tmp_path)
+    claim.write_text(json.dumps(json.loads(claim.read_text()) | {"process": 2**22 + 1}))
+    second = Owner(tmp_path)
+    second.check()
+    second.close()
+    assert names(tmp_path) == []
 
 
 def test_an_owner_that_was_taken_over_saves_nothing_more(data, tmp_path):
