@@ -28,7 +28,7 @@
 #
 # OUTPUT_FOLDER gets summary.txt, which ends with a table of how each step ended, and results.tar.gz, of at most 8 MB, with
 # one log a step and the CSV files. `python -m benchmarks.gpu_session.status proofs.csv` enters what was proven into
-# docs/gpu_status.md. Where the tree is not a git checkout, set PARALLEL_OPS_COMMIT to the commit that the results should
+# docs/gpu/status.md. Where the tree is not a git checkout, set PARALLEL_OPS_COMMIT to the commit that the results should
 # carry. PYTHON, and PROCESSES (14) of the tests, can be set too.
 set -uo pipefail
 

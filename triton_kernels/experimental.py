@@ -4,7 +4,7 @@
                      compute them otherwise
     sum_partials     the sum of what ranks computed, in one kernel instead of an addition a rank
 
-Their compiled machine code is executed in the tests, on a CPU. ``docs/gpu_status.md`` says of every path what has run
+Their compiled machine code is executed in the tests, on a CPU. ``docs/gpu/status.md`` says of every path what has run
 where.
 """
 

@@ -17,7 +17,7 @@ from benchmarks.gpu_model.facts import Facts
 _KEPT = 0.75  # of L2, before what is read again has been evicted. Assumed.
 # Memory and SMs that work beside each other do not hide each other wholly: their times are added to this
 # power. Where both take as long, the launch takes 1.26 times that; where one needs two thirds of the other, 1.09 times.
-# Chosen by what was measured on an H100; see ``docs/gpu_model.md``.
+# Chosen by what was measured on an H100; see ``docs/gpu/model.md``.
 OVERLAP = 3.0
 
 

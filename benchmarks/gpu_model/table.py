@@ -11,7 +11,7 @@ from benchmarks.harness import results
 _HEAD = """# What the GPU kernels should reach
 
 {measurements} This is what the compiled code needs, set against what GPUs offer: made by
-`python -m benchmarks.gpu_model --json FILE --table docs/gpu_model.md`, which takes a quarter of an hour of one core and
+`python -m benchmarks.gpu_model --json FILE --table docs/gpu/model.md`, which takes a quarter of an hour of one core and
 no GPU. The PTX of every launch runs in the executor of the tests (a sample of its programs), which counts trips of
 loops, bytes, sectors and barriers; registers and machine instructions are those of ptxas for the GPU. What the kernels
 may need at most is held by `tests/benchmarks/test_gpu_model.py`. Attention is bound by its matmuls: at the end stands

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu_session.status [proofs.csv ...]``: writes docs/gpu_status.md.
+"""``python -m benchmarks.gpu_session.status [proofs.csv ...]``: writes docs/gpu/status.md.
 
 Rows of a session that are named are first merged into ``benchmarks/results/gpu_proofs.csv``.
 """
@@ -16,7 +16,7 @@ from benchmarks.harness.environment import Environment
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 PROOFS = RESULTS / "gpu_proofs.csv"
-PAGE = ROOT / "docs/gpu_status.md"
+PAGE = ROOT / "docs/gpu/status.md"
 _HEAD = """# What has run on a GPU
 
 Every path that a call can take on a GPU, written by `python -m benchmarks.gpu_session.status`. "Has run" names the

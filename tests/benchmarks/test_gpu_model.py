@@ -234,7 +234,7 @@ def test_permute_moves_each_row_once(shape):
 
 @pytest.mark.parametrize("shape", [(32768, 64, 6), (8192, 256, 8)])
 def test_route_moves_little_but_logits(shape):
-    """Its programs' sums for each expert are few. Choosing costs more than moving: see docs/gpu_model.md."""
+    """Its programs' sums for each expert are few. Choosing costs more than moving: see docs/gpu/model.md."""
     for prediction in model("route", shape).values():
         assert prediction.bytes <= 1.11 * prediction.least
         assert not any(x.facts.spills for x in prediction.launches)

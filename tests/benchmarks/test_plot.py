@@ -11,7 +11,7 @@ from benchmarks.harness.plot import overview, plot_overview
 from benchmarks.harness.results import read
 
 ROOT = Path(__file__).parents[2]
-CHARTS = {"docs/h100.svg": "benchmarks/results/nvidia-h100-80gb-hbm3.csv"}
+CHARTS = {"docs/gpu/h100.svg": "benchmarks/results/nvidia-h100-80gb-hbm3.csv"}
 
 
 def labels(svg):
@@ -32,7 +32,7 @@ def test_a_chart_shows_the_rows_that_are_kept(chart, tmp_path):
 
 
 def test_a_chart_has_the_full_direction_of_three_providers():
-    rows = read(ROOT / CHARTS["docs/h100.svg"])
+    rows = read(ROOT / CHARTS["docs/gpu/h100.svg"])
     (row,) = [row for row in rows if (row.op, row.direction, row.provider) == ("rms_norm", "full", "compile")]
     assert overview(rows)["rms_norm"]["compile"] == row.percent_of_clone
     assert list(overview(rows)["rms_norm"]) == ["eager", "compile", "parallel_ops"]

@@ -12,7 +12,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/
 
 @pytest.fixture(scope="module")
 def hook():
-    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs/reference_pages.py")
+    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs/reference/pages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -34,7 +34,7 @@ def test_tests_that_are_named_are_there(page):
 def test_cases_that_are_named_are_there():
     """In quotes; ``...`` stands for the beginning of the one before."""
     cases = (ROOT / "tests/train/test_elsewhere.py").read_text()
-    rows = (ROOT / "docs/what_goes_wrong_elsewhere.md").read_text().split("\n| fault")
+    rows = (ROOT / "docs/design/what_goes_wrong_elsewhere.md").read_text().split("\n| fault")
     named = re.findall(r'"([^"|]+)"', "".join(row.partition("|---|")[2] for row in rows))
     assert len(named) > 20
     for name in named:

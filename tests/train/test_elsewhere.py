@@ -1,6 +1,6 @@
 """Faults that users found in other systems: the same plans give the losses, norms and weights of one process here.
 
-``docs/what_goes_wrong_elsewhere.md`` has the thread of each.
+``docs/design/what_goes_wrong_elsewhere.md`` has the thread of each.
 """
 
 import numpy as np
