@@ -11,7 +11,8 @@
 #   3  machine build tests sanitizer gains attention memory host_time     every op on this GPU; what experimental
 #      features gain; speed
 #
-# Other steps: compile, models, overlap, graphs (steps eager, replayed, with replayed layers). Any can be named in STEPS
+# Other steps: training (checkpoints, Muon and offload over two ranks), compile, models, overlap, graphs (steps eager,
+# replayed, with replayed layers). Any can be named in STEPS
 # instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not
 # keep the next from running; the exit status is then 1.
 #
@@ -56,7 +57,7 @@ esac
 # Seconds of a step. With ten more for one that has to be killed, those of a call add up to at most 540.
 declare -A limits=(
   [machine]=20 [build]=90 [nccl]=150 [pipelines]=240
-  [parallel]=90 [beside]=70 [kernels]=60
+  [parallel]=90 [training]=60 [beside]=70 [kernels]=60
   [tests]=130 [sanitizer]=40 [gains]=30 [attention]=80 [memory]=40 [host_time]=30
   [compile]=100 [models]=110 [overlap]=50 [graphs]=60
 )
@@ -170,7 +171,7 @@ for name in $steps; do
     machine) step machine bash -c 'nvidia-smi; PYTHONPATH= "$python" -m torch.utils.collect_env' ;;
     build) step build bash -c install_package ;;
     nccl) step nccl bash -c build_nccl ;;
-    pipelines | parallel | beside | kernels | tests) proofs "$name" ;;
+    pipelines | parallel | training | beside | kernels | tests) proofs "$name" ;;
     sanitizer)  # accesses out of bounds; races in shared memory
       step sanitizer bash -c '
         check="compute-sanitizer --error-exitcode 9 --tool" test="-m pytest -q -x -p no:cacheprovider -n 0"

@@ -9,7 +9,9 @@ and without, whose losses may differ by the rounding of learning rates.
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,8 +92,10 @@ def replayed_losses(device: torch.device, dtype: torch.dtype) -> tuple[list[floa
     return losses, (time.perf_counter() - start) / STEPS
 
 
-def losses_of_run(kind: str, cuda_graph: str | bool) -> tuple[list[float], float]:
-    """Losses of the trainer's steps, and seconds of the fastest of the last."""
+def losses_of_run(
+    kind: str, cuda_graph: str | bool = False, sections: Mapping[str, Any] | None = None
+) -> tuple[list[float], float]:
+    """Losses of the trainer's steps, and seconds of the fastest of the last; ``sections`` are further settings."""
     size = {"num_layers": 4, "hidden_size": 512, "seq_length": 512} if kind == "cuda" else _TINY
     model = {"vocab_size": 4096, "num_heads": 8, "norm": "rms_norm", "activation": "swiglu", "positions": "rotary"}
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +104,7 @@ def losses_of_run(kind: str, cuda_graph: str | bool) -> tuple[list[float], float
         settings = Settings.model_validate({
             "run": {"device": kind, "cuda_graph": cuda_graph, "steps": _WARMUP + 1 + STEPS},
             "model": {"bias": False, **model, **size}, "data": {"paths": [str(data)]},
-            "parallel": {"global_batch": 4, "micro_batch": 2},
+            "parallel": {"global_batch": 4, "micro_batch": 2}, **(sections or {}),
         })  # fmt: skip
         with Trainer(settings) as trainer:
             if cuda_graph and kind == "cuda" and trainer.eager_reason is not None:
@@ -111,12 +115,17 @@ def losses_of_run(kind: str, cuda_graph: str | bool) -> tuple[list[float], float
 
 def compare_runs(kind: str, *kinds: str) -> None:
     """Raises if losses of the trainer's steps by graphs are not those of eager steps, but for rounding."""
-    eager, graphed = losses_of_run(kind, False), [losses_of_run(kind, each) for each in kinds]
-    for name, (losses, seconds) in zip(("eager", *kinds), (eager, *graphed), strict=True):
-        print(f"trainer, {name:8} {[round(x, 5) for x in losses]}, {1e3 * seconds:.2f} ms a step")
-    for name, (losses, _) in zip(kinds, graphed, strict=True):
-        if any(abs(x - y) > _ROUNDING * abs(x) for x, y in zip(eager[0], losses, strict=True)):
-            raise ValueError(f'losses by run.cuda_graph = "{name}" differ')
+    compare({"eager": losses_of_run(kind), **{each: losses_of_run(kind, each) for each in kinds}})
+
+
+def compare(runs: Mapping[str, tuple[list[float], float]]) -> None:
+    """Raises if losses of a run are not those of the first, but for rounding."""
+    first = next(iter(runs.values()))[0]
+    for name, (losses, seconds) in runs.items():
+        print(f"trainer, {name:8} {[round(x, 5) for x in losses]}, {1e3 * seconds:.2f} ms a step", flush=True)
+    for name, (losses, _) in runs.items():
+        if any(abs(x - y) > _ROUNDING * abs(x) for x, y in zip(first, losses, strict=True)):
+            raise ValueError(f"losses of {name} differ")
 
 
 def main(dtype: torch.dtype = torch.bfloat16) -> int:

@@ -129,6 +129,15 @@ def captured_layers(rank: int, size: int, kind: str, store: str) -> None:
     capture.compare_runs(kind, "layers")
 
 
+def offloaded(rank: int, size: int, kind: str, store: str) -> None:
+    """Steps with activations in pinned host memory have the losses of steps that keep them."""
+    runs = {"kept": capture.losses_of_run(kind)}
+    for offload in ("inputs", "all"):
+        recompute = {"kind": "full" if offload == "inputs" else "none", "offload": offload}
+        runs[offload] = capture.losses_of_run(kind, sections={"recompute": recompute})
+    capture.compare(runs)
+
+
 def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
     """Launches that are repeated: on other streams, with addresses of other alignment and with other sizes."""
     weight = _drawn(256, seed=0, kind=kind)
@@ -169,5 +178,6 @@ PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
     "captured step": captured_step,
     "captured training step": captured_training_step,
     "captured layers": captured_layers,
+    "offloaded activations": offloaded,
     "repeated launches": repeated_launches,
 }

@@ -90,6 +90,23 @@ def _parallel() -> Iterator[Proof]:
     yield Proof("data parallelism, hybrid shards", "parallel", 4, ranks.trains_alike, (_SMALL, replicas))
 
 
+def _training() -> Iterator[Proof]:
+    """What the trainer does over two ranks beside steps in fp32 by AdamW."""
+    shards = {"dp": 2, "zero": 3}
+    muon = {"optimizer": {"kind": "muon", "lr": 1e-3, "grad_clip": 0.5}}
+    cases: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+        "muon over shards": (ranks.trains_alike, (_SMALL, {"dp": 2, "zero": 2}, False, muon)),
+        "offloaded optimizer": (ranks.trains_alike, (_SMALL, {**shards, "offload": "optimizer"})),
+        "checkpoints of shards": (ranks.resumes, (_SMALL, shards)),
+        "checkpoints of tensor parallelism in bf16": (
+            ranks.resumes, (_SMALL, {"tp": 2, "sequence_parallel": True}, {"precision": {"dtype": "bf16"}}),
+        ),
+        "checkpoints of a pipeline": (ranks.resumes, (_SMALL, {"pp": 2})),
+    }  # fmt: skip
+    for name, (run, arguments) in cases.items():
+        yield Proof(name, "training", 2, run, arguments)
+
+
 def _beside() -> Iterator[Proof]:
     """FSDP2's collectives beside those of tensor parallelism: several communicators on the GPU, many steps."""
     plan = {"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": True}
@@ -114,11 +131,20 @@ def _kernels() -> Iterator[Proof]:
 def _tests() -> Iterator[Proof]:
     for family in ("activations", "norms", "softmaxes", "cross_entropy", "attention", "experts"):
         yield Proof(f"tests of {family}", "tests", 1, kernels.tests, (f"tests/ops/{family}",), seconds=90.0)
-    for name in ("bias_dropout_add", "rotary_embedding"):
-        yield Proof(f"tests of {name}", "tests", 1, kernels.tests, (f"tests/ops/test_{name}.py",), seconds=60.0)
-    yield Proof("tests of launches", "tests", 1, kernels.tests, ("tests/kernels/test_launch.py",), seconds=60.0)
+    files = {
+        "bias_dropout_add": "ops/test_bias_dropout_add.py",
+        "rotary_embedding": "ops/test_rotary_embedding.py",
+        "linear_cross_entropy": "tensor_parallel/test_linear_cross_entropy.py",
+        "log_probs": "tensor_parallel/test_log_probs.py",
+        "sum_partials": "comm/test_sum_partials.py",
+        "launches": "kernels/test_launch.py",
+    }
+    for name, path in files.items():
+        yield Proof(f"tests of {name}", "tests", 1, kernels.tests, (f"tests/{path}",), seconds=60.0)
 
 
 def proofs() -> dict[str, Proof]:
     """All proofs by name; within a part those of most worth come first."""
-    return {proof.name: proof for proof in (*_pipelines(), *_parallel(), *_beside(), *_kernels(), *_tests())}
+    return {
+        proof.name: proof for proof in (*_pipelines(), *_parallel(), *_training(), *_beside(), *_kernels(), *_tests())
+    }

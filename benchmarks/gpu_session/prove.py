@@ -37,11 +37,13 @@ class Proven(Environment):
         return self.proof, self.device
 
 
-def run(proof: Proof, processes: Processes, kind: str) -> tuple[str, str]:
-    """The result of a proof, and why it failed."""
+def run(proof: Proof, processes: Processes, kind: str, patience: float = 1.0) -> tuple[str, str]:
+    """The result of a proof, and why it failed; ``patience`` is a factor of its time limit."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            processes.run(proof.run, kind, str(Path(folder, "store")), *proof.arguments, seconds=proof.seconds)
+            processes.run(
+                proof.run, kind, str(Path(folder, "store")), *proof.arguments, seconds=proof.seconds * patience
+            )
         except TimeoutError as error:
             return LATE, str(error)
         except RuntimeError as error:
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the folder of the rows, proofs.csv")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="proofs whose name contains this")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of each proof's time limit")
     given = parser.parse_args(arguments)
     chosen = [p for part in given.parts for p in every.values() if p.part == part and given.only in p.name]
     environment, rows, processes = asdict(describe(torch.device(given.device))), list[Proven](), None
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 processes.close()
             processes = Processes(proof.processes, proof.environment)
         start = time.monotonic()
-        result, detail = run(proof, processes, given.device)
+        result, detail = run(proof, processes, given.device, given.patience)
         seconds = round(time.monotonic() - start, 1)
         print(f"{result:10} {seconds:5.1f} s  {proof.name}  {detail}", flush=True)
         row = Proven(

@@ -31,17 +31,20 @@ def device_of(kind: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False) -> Iterator[None]:
+def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False, offload: bool = False) -> Iterator[None]:
     """Joins a process group: gloo on CPUs, NCCL on the GPU that all ranks share.
 
     Args:
         eager: Binds the group to the device, with which torch forms its communicators at once.
+        offload: With gloo for tensors in host memory, as the launcher has it then.
     """
+    from parallel_ops.train.launch.worker import backend_of  # needs pydantic
+
     bound: dict[str, Any] = {}
     if kind == "cuda":
         torch.cuda.set_device(device_of(kind))
         bound = {"device_id": device_of(kind)} if eager else {}
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = backend_of(kind == "cuda", offload=offload)
     files = dist.FileStore(store, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=files, rank=rank, world_size=size, timeout=_TIMEOUT, **bound)
     try:
@@ -50,8 +53,10 @@ def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False) -
         dist.destroy_process_group()
 
 
-def settings_of(kind: str, model: Sections, plan: Sections, steps: int, data: Path) -> Any:
-    """The settings of a run; ``data`` has its tokens."""
+def settings_of(
+    kind: str, model: Sections, plan: Sections, steps: int, data: Path, sections: Sections | None = None
+) -> Any:
+    """The settings of a run; ``data`` has its tokens, ``sections`` replaces others."""
     from parallel_ops.train.config import Settings  # needs pydantic
 
     return Settings.model_validate(
@@ -62,34 +67,49 @@ def settings_of(kind: str, model: Sections, plan: Sections, steps: int, data: Pa
             "optimizer": {"lr": 1e-3, "eps": 1e-4, "grad_clip": 0.5, "warmup": 0},
             "parallel": {"global_batch": 8, "micro_batch": 1, **plan},
             "precision": {"dtype": "fp32"},
+            **(sections or {}),
         }
     )
 
 
-def losses(kind: str, model: Sections, plan: Sections, steps: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of a run over the ranks of the default group, or of this process alone."""
-    from parallel_ops.train import Trainer  # needs pydantic
-
+@contextlib.contextmanager
+def tokens(model: Sections) -> Iterator[Path]:
+    """A file of random tokens."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
         np.random.default_rng(0).integers(1, model["vocab_size"], 100_000).astype("uint16").tofile(path)
-        settings = settings_of(kind, model, plan, steps, path)
-        mesh = None
-        if dist.is_initialized():
-            mesh = ParallelMesh(**{name: getattr(settings.plan, name) for name in _SIZES})
-        trainer = Trainer(settings, mesh)
+        yield path
+
+
+def trainer_of(settings: Any) -> Any:
+    """A trainer over the ranks of the default group, or of this process alone."""
+    from parallel_ops.train import Trainer  # needs pydantic
+
+    mesh = None
+    if dist.is_initialized():
+        mesh = ParallelMesh(**{name: getattr(settings.plan, name) for name in _SIZES})
+    return Trainer(settings, mesh)
+
+
+def losses(
+    kind: str, model: Sections, plan: Sections, steps: int, sections: Sections | None = None
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a run over the ranks of the default group, or of this process alone."""
+    with tokens(model) as path:
+        trainer = trainer_of(settings_of(kind, model, plan, steps, path, sections))
         found = [trainer.step() for _ in range(steps)]
         trainer.loader.close()
         return [(step.loss, step.grad_norm) for step in found]
 
 
 def trains_alike(
-    rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, eager: bool = False
-) -> None:
+    rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, eager: bool = False,
+    sections: Sections | None = None,
+) -> None:  # fmt: skip
     """Four steps over the ranks have the losses and gradient norms of one process."""
-    expected = losses(kind, model, {}, 4) if rank == 0 else []
-    with group(rank, size, kind, store, eager=eager):
-        found = losses(kind, model, plan, 4)
+    expected = losses(kind, model, {}, 4, sections) if rank == 0 else []
+    with group(rank, size, kind, store, eager=eager, offload="offload" in plan):
+        found = losses(kind, model, plan, 4, sections)
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=False), 1):
         for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
             if not math.isclose(a, b, rel_tol=TOLERANCE):
@@ -102,6 +122,30 @@ def keeps_training(rank: int, size: int, kind: str, store: str, model: Sections,
         found = losses(kind, model, plan, steps if kind == "cuda" else 3)
     if not all(math.isfinite(x) for pair in found for x in pair) or found[-1][0] >= found[0][0]:
         raise ValueError(f"the loss went from {found[0][0]} to {found[-1][0]}")
+
+
+def resumes(
+    rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, sections: Sections | None = None
+) -> None:
+    """A run with checkpoints, written while it goes on, and evaluations; resumed, its last step has the same bits."""
+    with group(rank, size, kind, store), tokens(model) as path:
+        further = {
+            "evaluation": {"share": 0.02, "interval": 2},
+            "checkpoint": {"dir": f"{store}.checkpoints", "interval": 2, "keep": 8},
+        }
+        settings = settings_of(kind, model, plan, 4, path, {**(sections or {}), **further})
+        trainer = trainer_of(settings)
+        trainer.train()
+        expected = trainer.step()
+        trainer.close()
+        again = trainer_of(settings)
+        again.resume(Path(f"{store}.checkpoints", "step-00000002"))
+        found = [again.step() for _ in range(3)][-1]
+        again.close()
+        if (found.loss, found.grad_norm) != (expected.loss, expected.grad_norm):
+            raise ValueError(
+                f"resumed: {found.loss!r}, {found.grad_norm!r}, not {expected.loss!r}, {expected.grad_norm!r}"
+            )
 
 
 def symmetric_linears(rank: int, size: int, kind: str, store: str) -> None:
