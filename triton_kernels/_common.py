@@ -148,7 +148,7 @@ def reread(x):
 
     Without it the compiler widens them once and keeps the wide ones, twice as many registers, until their last use.
     """
-    if not COMPILED or x.dtype.primitive_bitwidth != 16:
+    if not COMPILED or x.dtype.primitive_bitwidth != 16 or x.numel == 1:
         return x
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

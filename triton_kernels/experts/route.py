@@ -166,7 +166,8 @@ def _forward_kernel(
             key = tl.where(present[None, :], key, out_of(key))
         parts = parts_of(key, DEPTH)
         columns = columns_of(parts, DEPTH)
-        keys, places = sorted_parts(parts, columns, DEPTH, TOP_K)
+        # The two best of each part make the score of a group.
+        keys, places = sorted_parts(parts, columns, DEPTH, max(TOP_K, 2) if TOP_GROUPS < GROUPS else TOP_K)
         allowed = there[:, None]
         if TOP_GROUPS < GROUPS:
             kept = by_part(best_groups(keys, places, TOP_GROUPS, GROUPS), PADDED_SIZE // DEPTH) > 0

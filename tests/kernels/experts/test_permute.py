@@ -47,7 +47,8 @@ def order_of(t, k, capacity, multiple):
 @pytest.mark.parametrize(
     ("h", "k", "dtype", "capacity", "multiple"),
     [(1030, 3, torch.bfloat16, None, 8), (40, 2, torch.float16, 5, 1), (40, 17, torch.float32, None, 1),
-     (7, 3, torch.float64, 0, 1), (2100, 2, torch.float32, None, 4), (5000, 1, torch.bfloat16, None, 1)],
+     (7, 3, torch.float64, 0, 1), (2100, 2, torch.float32, None, 4), (5000, 1, torch.bfloat16, None, 1),
+     (1, 2, torch.bfloat16, None, 1)],
     ids=str,
 )  # fmt: skip
 def test_interpreted(h, k, dtype, capacity, multiple):

@@ -58,6 +58,7 @@ CASES = [
           (torch.float64, "sigmoid", True, False), (torch.float64, "softmax", False, True)]),
     (33, 60, 7, torch.float32, {"groups": 5, "top_groups": 3, "normalize": False}, True),
     (20, 8, 2, torch.float32, {"groups": 8, "top_groups": 3}, False),
+    (20, 12, 1, torch.float32, {"score": "sigmoid", "groups": 4, "top_groups": 1}, False),
     (9, 1024, 12, torch.float32, {}, False),
     (700, 16, 2, torch.float32, {"score": "sigmoid", "groups": 4, "top_groups": 2}, True),
     (1, 3, 1, torch.float32, {}, False),

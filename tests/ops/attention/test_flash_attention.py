@@ -164,8 +164,10 @@ def test_same_bits_on_every_run_and_thread_count(device, heads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts(device, dtype):
     args = inputs(40, 40, b=2, d=16, dtype=dtype, device=device)
+    # The backward passes of cuDNN and FlashAttention add by atomics.
+    op = functools.partial(flash_attention, backend="triton") if device == "cuda" else flash_attention
     for index in range(3):
-        suite.check_layouts(flash_attention, args[:3], index)
+        suite.check_layouts(op, args[:3], index)
 
 
 @pytest.mark.parametrize("name", ["causal", "all"])
