@@ -8,13 +8,12 @@
 #   1  machine build nccl pipelines     every schedule over two and four ranks, groups formed lazily and eagerly
 #   2  machine build nccl parallel beside kernels     tensor, context, expert and data parallelism over torch's
 #      communicators and the package's; FSDP2 beside them for 30 steps; attention, float8, grouped products, graphs
-#   3  machine build tests sanitizer gains attention memory host_time     every op on this GPU; what experimental
-#      features gain; speed
+#   3  machine build tests sanitizer attention memory host_time     every op on this GPU; speed
 #
 # Other steps: training (checkpoints, Muon and offload over two ranks), compile, models, overlap, graphs (steps eager,
-# replayed, with replayed layers). Any can be named in STEPS
-# instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not
-# keep the next from running; the exit status is then 1.
+# replayed, with replayed layers). Any can be named in STEPS instead, and NAME_LIMIT sets the seconds of one
+# (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not keep the next from running; the exit status is
+# then 1.
 #
 # Ranks of the first two calls are processes on one GPU, which NCCL allows from 2.30 on. Where torch has an older one,
 # NCCL_SOURCE names an archive of its sources (github.com/NVIDIA/nccl, 1.4 MB), which the step nccl builds for this GPU
@@ -45,10 +44,10 @@ processes=${PROCESSES:-14}
 cd "$tree" || exit 2
 device=${DEVICE:-cuda}
 case ${CALL-} in
-  "") steps=${STEPS-machine build nccl pipelines parallel beside kernels tests sanitizer gains attention memory host_time} ;;
+  "") steps=${STEPS-machine build nccl pipelines parallel beside kernels tests sanitizer attention memory host_time} ;;
   1) steps="machine build nccl pipelines" ;;
   2) steps="machine build nccl parallel beside kernels" ;;
-  3) steps="machine build tests sanitizer gains attention memory host_time" ;;
+  3) steps="machine build tests sanitizer attention memory host_time" ;;
   *)
     echo "CALL must be 1, 2 or 3, got $CALL" >&2
     exit 2
@@ -58,7 +57,7 @@ esac
 declare -A limits=(
   [machine]=20 [build]=90 [nccl]=150 [pipelines]=240
   [parallel]=90 [training]=60 [beside]=70 [kernels]=60
-  [tests]=130 [sanitizer]=40 [gains]=30 [attention]=80 [memory]=40 [host_time]=30
+  [tests]=170 [sanitizer]=40 [attention]=80 [memory]=40 [host_time]=30
   [compile]=100 [models]=110 [overlap]=50 [graphs]=60
 )
 failed=0
@@ -179,7 +178,6 @@ for name in $steps; do
         bounds=$?
         $check racecheck "$python" $test -k "cuda and merge" tests/ops/attention/test_block.py && exit $bounds'
       ;;
-    gains) step gains "$python" -m benchmarks.gpu_session.gains ;;
     attention)
       step attention bash -c '"$python" -m benchmarks.gpu_session.attention_choice; status=$?
         "$python" -m benchmarks flash_attention --device cuda --dtype bfloat16 --no-composites --output "$0" &&

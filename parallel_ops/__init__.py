@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
         vocab_parallel_linear_cross_entropy,
     )
     from parallel_ops.tensor_parallel.loss.log_probs import LogProbs, linear_log_probs, vocab_parallel_linear_log_probs
-    from parallel_ops.triton_kernels.experimental import enable_experimental
 
 __version__ = "0.1.0"
 
@@ -65,7 +64,6 @@ __all__ = [
     "column_parallel_linear",
     "cross_entropy",
     "dpo_loss",
-    "enable_experimental",
     "flash_attention",
     "float8_grouped_linear",
     "float8_linear",
@@ -98,7 +96,7 @@ __all__ = [
 ]
 
 # Rooms of the names above, searched in this order: a room comes after those that it imports anyway.
-_HOMES = ("ops", "comm", "tensor_parallel", "context_parallel", "triton_kernels.experimental")
+_HOMES = ("ops", "comm", "tensor_parallel", "context_parallel")
 _ROOMS = {
     "comm", "context_parallel", "doctor", "expert_parallel", "integrations", "layers", "models", "ops",
     "pipeline_parallel", "planner", "tensor_parallel", "tokenization", "train",

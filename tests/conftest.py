@@ -38,9 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compile-wheels", action="store_true", help="tests of the wheel compile its extensions anew, twice"
     )
     parser.addoption(
-        "--experimental", action="store_true", help="on a GPU with the kernels that are off until one has run them"
-    )
-    parser.addoption(
         "--arm", default=None, metavar="COMMAND", help="CPU kernels run in this program: see `make test-arm`"
     )
     parser.addoption("--trials", type=int, default=None, help="random cases of each search; a small number by default")
@@ -54,10 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
         server = config.stash[arm.Server.key] = arm.Server(command)
         library = server.install()
         config.add_cleanup(lambda: (library._destroy(), server.close()))
-    if config.getoption("--experimental"):
-        from parallel_ops.triton_kernels import experimental
-
-        experimental.enable_experimental(*experimental.FEATURES)
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
 
 def tests(rank: int, size: int, kind: str, store: str, folder: str) -> None:
     """The tests of a folder on the GPU, in several processes, since most of their time compiles kernels."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", folder, "--experimental"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", folder]
     command += ["-n", os.environ.get("PROCESSES", "14"), "-k", kind] if kind == "cuda" else ["--collect-only"]
     ran = subprocess.run(command, check=False, cwd=Path(__file__).resolve().parents[2])
     if ran.returncode:

@@ -47,12 +47,10 @@ def _op(family: str, name: str, *more: str, backward: bool = True, benchmark: st
     )  # fmt: skip
 
 
-def _experts(name: str, *ops: str) -> tuple[GpuPath, GpuPath]:
-    return (
-        GpuPath("experts", f"`{name}`, PyTorch's ops", f"`{name}` of CUDA tensors", True, "torch", ops=(name, *ops),
-                evidence="compared with the kernels on CPUs"),
-        GpuPath("experts", f"`{name}`, Triton", '`enable_experimental("expert_kernels")`', False, ops=(name, *ops),
-                proofs=("tests of experts",), evidence=EXECUTED),
+def _experts(name: str, *ops: str) -> GpuPath:
+    return GpuPath(
+        "experts", f"`{name}`", f"`{name}` of CUDA tensors", True, ops=(name, *ops), proofs=("tests of experts",),
+        evidence=EXECUTED,
     )  # fmt: skip
 
 
@@ -128,10 +126,10 @@ PATHS: tuple[GpuPath, ...] = (
         ops=("flash_attention", "flash_attention_backward"), proofs=("attention backends",), recorded=_ATTENTION,
         evidence=EXECUTED,
     ),
-    *_experts("route", "route_backward"),
-    *_experts("sort_by_expert"),
-    *_experts("permute"),
-    *_experts("unpermute", "unpermute_backward"),
+    _experts("route", "route_backward"),
+    _experts("sort_by_expert"),
+    _experts("permute"),
+    _experts("unpermute", "unpermute_backward"),
     GpuPath(
         "experts", "`grouped_linear`", "bfloat16 on compute capabilities 9 and 10; elsewhere a matmul an expert", True,
         "torch (`grouped_mm`)", ops=("grouped_linear", "grouped_linear_backward"), proofs=("grouped products",),
@@ -174,9 +172,7 @@ PATHS: tuple[GpuPath, ...] = (
     _parallel("context parallelism, ring", '`cp`, `cp_kind = "ring"`', "context parallelism, ring", "ring_attention"),
     _parallel("context parallelism, all-to-all", '`cp_kind = "all_to_all"`', "context parallelism, all-to-all"),
     _parallel("expert parallelism", "`ep`", "expert parallelism"),
-    GpuPath("parallelism", "sums of what ranks computed, an addition a rank", "`tp`", True, "torch",
-            ops=("sum_partials",), evidence="compared with the kernel on CPUs"),
-    GpuPath("parallelism", "sums of what ranks computed, Triton", '`enable_experimental("sum_partials")`', False,
+    GpuPath("parallelism", "sums of what ranks computed", "`tp`", True,
             ops=("sum_partials",), proofs=("tests of sum_partials",), evidence=EXECUTED),
     GpuPath("parallelism", "data parallelism", "`dp`, `zero`", True, "torch (FSDP2, DDP)",
             proofs=("data parallelism",), evidence=SAME),

@@ -107,8 +107,10 @@ def trains_alike(
     sections: Sections | None = None,
 ) -> None:  # fmt: skip
     """Four steps over the ranks have the losses and gradient norms of one process."""
-    expected = losses(kind, model, {}, 4, sections) if rank == 0 else []
-    with group(rank, size, kind, store, eager=eager, offload="offload" in plan):
+    offload = "offload" in plan
+    # Weights are drawn where they are kept, and a GPU draws other numbers.
+    expected = losses("cpu" if offload else kind, model, {}, 4, sections) if rank == 0 else []
+    with group(rank, size, kind, store, eager=eager, offload=offload):
         found = losses(kind, model, plan, 4, sections)
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=False), 1):
         for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):

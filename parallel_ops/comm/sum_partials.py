@@ -12,7 +12,6 @@ from torch import Tensor
 
 from parallel_ops._internal.dispatch.checks import check_same_device
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops.triton_kernels import experimental
 
 
 def sum_partials(partials: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -65,8 +64,6 @@ def outputs(partials: Tensor, bias: Tensor | None, residual: Tensor | None) -> T
 
 
 def forward(partials: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    if not experimental.is_enabled("sum_partials"):
-        return sum_partials_reference(partials, bias, residual).contiguous()
     from parallel_ops.triton_kernels import sum_partials as kernels
 
     y = outputs(partials, bias, residual)

@@ -7,7 +7,7 @@ import pytest
 import parallel_ops.context_parallel
 import parallel_ops.expert_parallel
 import parallel_ops.tensor_parallel  # noqa: F401 - registers its ops
-from benchmarks.gpu_session import gains, kernels, prove, ranks, status
+from benchmarks.gpu_session import kernels, prove, ranks, status
 from benchmarks.gpu_session.paths import PATHS
 from benchmarks.gpu_session.proofs import proofs
 from benchmarks.harness import results
@@ -15,7 +15,6 @@ from benchmarks.harness.processes import Processes
 from parallel_ops._internal.dispatch.registration import cuda_kernels
 from parallel_ops.ops.attention.options import BACKENDS
 from parallel_ops.planner.plan import SCHEDULES
-from parallel_ops.triton_kernels import experimental
 from support.ranks.answers import answer
 
 
@@ -119,24 +118,5 @@ def test_the_page_has_every_path_of_the_code():
     assert all(f'overlap="{name}"' in text for name in ("off", "symmetric"))
     assert all(f'backend="{name}"' in text for name in BACKENDS if name != "auto")
     assert all(f"`{name}`" in text for name in SCHEDULES)
-    assert all(f'enable_experimental("{name}")' in text for name in experimental.FEATURES)
     every = proofs()
     assert all(any(proof.startswith(name) for proof in every) for path in PATHS for name in path.proofs)
-
-
-def test_gains_of_experimental_features_are_measured(capsys):
-    """On a CPU they change nothing."""
-    assert gains.main(device="cpu", scale=32, rounds=1) == 0
-    said = capsys.readouterr().out
-    assert set(gains.WANTED) == set(experimental.FEATURES)
-    assert all(f"{feature} " in said for feature in experimental.FEATURES) and said.count("of the time without") == 2
-    assert (
-        gains.main(["norms"]) == 2 and "unknown feature 'norms'; choose from expert_kernels" in capsys.readouterr().err
-    )
-    assert not any(experimental.is_enabled(name) for name in experimental.FEATURES)
-
-
-def test_what_is_off_is_not_a_default():
-    off = [path for path in PATHS if "enable_experimental" in path.chosen_by]
-    assert len(off) >= len(experimental.FEATURES) and not any(path.default for path in off)
-    assert not any(experimental.is_enabled(name) for name in experimental.FEATURES)

@@ -121,7 +121,6 @@ def ops_launch_kernels() -> Iterator[None]:
     """
     from parallel_ops import ops  # noqa: F401  (registers them)
     from parallel_ops._internal.dispatch.registration import cuda_kernels
-    from parallel_ops.triton_kernels import experimental
 
     def noted(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -137,8 +136,7 @@ def ops_launch_kernels() -> Iterator[None]:
             for name, kernel in cuda_kernels.items():
                 for key in ("CPU", "Meta"):
                     library.impl(name, noted(kernel), key, allow_override=True)
-        with experimental.enabled(*experimental.FEATURES):
-            yield
+        yield
     finally:
         library._destroy()
 

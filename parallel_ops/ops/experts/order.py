@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops.triton_kernels import experimental
 
 _MOST = 2**31 - 1  # rows and slots are int32, as the offsets of torch._grouped_mm are
 
@@ -159,8 +158,6 @@ def outputs(experts: Tensor, num_experts: int, capacity: int | None, multiple: i
 
 
 def forward(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    if not experimental.is_enabled("expert_kernels"):
-        return sort_by_expert_reference(experts, num_experts, capacity=capacity, multiple=multiple)
     from parallel_ops.triton_kernels.experts import order as kernels
 
     rows, places, offs = outputs(experts, num_experts, capacity, multiple)

@@ -19,7 +19,6 @@ from parallel_ops._internal.dispatch.checks import check_floating, check_same_de
 from parallel_ops._internal.dispatch.registration import register
 from parallel_ops._internal.gradients.split_backward import requested
 from parallel_ops.ops.experts.order import ExpertOrder
-from parallel_ops.triton_kernels import experimental
 
 
 def permute(x: Tensor, order: ExpertOrder) -> Tensor:
@@ -145,8 +144,6 @@ def unpermute_backward_outputs(
 
 
 def permute_forward(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    if not experimental.is_enabled("expert_kernels"):
-        return permute_reference(x, ExpertOrder(rows, places, rows))
     from parallel_ops.triton_kernels.experts import permute as kernels
 
     out = permute_outputs(x, rows, places)
@@ -155,10 +152,6 @@ def permute_forward(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def unpermute_forward(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    if not experimental.is_enabled("expert_kernels"):
-        wide = torch.promote_types(y.dtype, torch.float32)
-        wide_weights = None if weights is None else weights.to(wide)
-        return unpermute_reference(y.to(wide), ExpertOrder(rows, places, rows), wide_weights).to(y.dtype)
     from parallel_ops.triton_kernels.experts import permute as kernels
 
     out = unpermute_outputs(y, rows, places, weights)
@@ -169,8 +162,6 @@ def unpermute_forward(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor |
 def unpermute_gradients(
     grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
 ) -> tuple[Tensor, Tensor]:
-    if not experimental.is_enabled("expert_kernels"):
-        return _composed_backward(grad, y, rows, places, weights, needs_y)
     from parallel_ops.triton_kernels.experts import permute as kernels
 
     dy, dweights = unpermute_backward_outputs(grad, y, rows, places, weights, needs_y)
@@ -179,24 +170,6 @@ def unpermute_gradients(
         grad, y if needs_weights else None, rows, places, weights, dy if needs_y else None,
         dweights if needs_weights else None,
     )  # fmt: skip
-    return dy, dweights
-
-
-def _composed_backward(
-    grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of ``unpermute`` by PyTorch's ops."""
-    dy, dweights = unpermute_backward_outputs(grad, y, rows, places, weights, needs_y)
-    order, wide = ExpertOrder(rows, places, rows), torch.promote_types(grad.dtype, torch.float32)
-    if needs_y:
-        dy = permute_reference(grad, order)
-        if weights is not None:
-            of_slots = torch.cat([weights.flatten().to(wide), weights.new_zeros(1, dtype=wide)])  # -1 is the last
-            dy = (dy * of_slots[rows.long()].unsqueeze(1)).to(grad.dtype)
-    if y is not None and weights is not None:
-        slots = places.long()
-        chosen = torch.cat([y, y.new_zeros(1, y.shape[1])])[slots].to(wide)
-        dweights = (grad.to(wide).unsqueeze(1) * chosen).sum(-1).to(weights.dtype)
     return dy, dweights
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops.ops.experts.route_gradients import TINY, backward_by_torch
-from parallel_ops.triton_kernels import experimental
+
+# Added to sums that are divided by, so that rows whose scores are all zero are defined, as DeepSeek-V3 has it.
+TINY = 1e-20
 
 
 class Routing(NamedTuple):
@@ -245,12 +246,6 @@ def forward(
     logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, groups: int, top_groups: int, top_k_first: bool,
     normalize: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if not experimental.is_enabled("expert_kernels"):
-        weights, experts, load, score_sums, z_sum = route_reference(
-            logits, top_k, score="sigmoid" if sigmoid else "softmax", bias=bias, groups=groups, top_groups=top_groups,
-            top_k_first=top_k_first, normalize=normalize, scale=scale,
-        )  # fmt: skip
-        return weights, score_sums, z_sum, experts, load
     from parallel_ops.triton_kernels.experts import route as kernels
 
     out = outputs(logits, bias, top_k)
@@ -265,9 +260,6 @@ def gradients(
     logits: Tensor, experts: Tensor, grad_weights: Tensor | None, grad_score_sums: Tensor | None,
     grad_z_sum: Tensor | None, sigmoid: bool, top_k_first: bool, normalize: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    if not experimental.is_enabled("expert_kernels"):
-        grads = (grad_weights, grad_score_sums, grad_z_sum)
-        return backward_by_torch(logits, experts, *grads, sigmoid, top_k_first, normalize, scale)
     from parallel_ops.triton_kernels.experts import route as kernels
 
     dlogits = backward_outputs(logits)
