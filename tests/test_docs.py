@@ -184,7 +184,7 @@ def sources(module):
 
 def has_option(source, option):
     declared = rf"^ +{option[2:].replace('-', '_')}: (?:Annotated|options\.)"
-    return f'"{option}' in source or re.search(declared, source, re.MULTILINE)
+    return re.search(rf'["/]{option}\b', source) or re.search(declared, source, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("page", "line"), [*lines("python"), *lines("torchrun")])
