@@ -262,8 +262,9 @@ AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const
   return AOTI_TORCH_SUCCESS;
 }
 AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle t, int64_t dim, const int64_t* sizes,
-                                              const int64_t* strides, int64_t offset, AtenTensorHandle* made) {
-  *made = new AtenTensorOpaque{t->storage, t->dtype, t->device, {sizes, sizes + dim}, {strides, strides + dim}, offset};
+                                              const int64_t* strides, int64_t further, AtenTensorHandle* made) {
+  *made = new AtenTensorOpaque{t->storage,         t->dtype, t->device, {sizes, sizes + dim}, {strides, strides + dim},
+                               t->offset + further};
   return AOTI_TORCH_SUCCESS;
 }
 
