@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from parallel_ops._internal.files import read_toml
 from parallel_ops.ops.float8_recipes import RECIPES
-from parallel_ops.planner.plan import parse_fields
+from parallel_ops.planner.field_text import parse_fields
+from parallel_ops.planner.plan import PLAN_FIELDS
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.settings import SourceSettings
 from parallel_ops.train.launch.settings import RunSettings
@@ -95,7 +96,7 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     section, key = names
     own = data.get(section, {})
     if section == "parallel" and isinstance(own, str):
-        own = parse_fields(own, "parallel")
+        own = parse_fields(own, "parallel", PLAN_FIELDS)
     if not isinstance(own, Mapping):
         raise ValueError(f"--set: {section} is no section, but {own!r}")
     if section == "parallel" and key in ("dtype", "recompute"):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from parallel_ops.planner import Plan, SearchOptions, presets, search
 from parallel_ops.planner.export import TARGETS, export
 from parallel_ops.planner.feasibility import pipeline_problems, problem
-from parallel_ops.planner.plan import SCHEDULES, V_SHAPED, parse_fields
+from parallel_ops.planner.field_text import parse_fields
+from parallel_ops.planner.plan import PLAN_FIELDS, SCHEDULES, V_SHAPED
 from parallel_ops.planner.schedules.schedule import KINDS, actions, micro_batch_problem, nearest_micro_batches
 
 LLAMA = presets.model("llama3-8b")  # 32 layers
@@ -31,7 +32,7 @@ def reasons(plan, model=LLAMA):
 
 def changed(plan, change):
     """The plan with a proposed change; dp takes the ranks that pp gives up."""
-    given = parse_fields(change)
+    given = parse_fields(change, "Plan", PLAN_FIELDS)
     if given.get("schedule") == "1f1b":
         given["virtual_stages"] = 1
     return replace(plan, **given, dp=plan.dp * plan.pp // given["pp"] if "pp" in given else plan.dp)

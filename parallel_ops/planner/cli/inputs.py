@@ -15,8 +15,9 @@ from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.compute.documents import lengths_of, with_lengths
 from parallel_ops.planner.export import ExportTarget, find_target
+from parallel_ops.planner.field_text import parse_field, parse_fields
 from parallel_ops.planner.model import TABLES, Model
-from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
+from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan
 from parallel_ops.planner.precision import FROZEN_BYTES
 from parallel_ops.planner.search.options import PLURALS, STATES, SearchOptions, default_options
 from parallel_ops.planner.training_run import Phase, TrainingRun

@@ -5,9 +5,10 @@ from typing import Any
 
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.compute.documents import describe
+from parallel_ops.planner.field_text import parse_field
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.model.imbalance import dropped
-from parallel_ops.planner.plan import Plan, parse_field
+from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
 
 # Fields of ``Model`` that --workload takes, and their defaults.

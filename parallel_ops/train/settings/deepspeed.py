@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ops._internal.files import read_json
-from parallel_ops.planner.plan import Plan, parse_fields
+from parallel_ops.planner.field_text import parse_fields
+from parallel_ops.planner.plan import PLAN_FIELDS, Plan
 
 Kind = type | tuple[type, ...]
 
@@ -100,7 +101,9 @@ class _Reader:
         self.name = name
         parallel = data.get("parallel", {})
         self.settings: dict[str, Any] = dict(data)
-        self.settings["parallel"] = parse_fields(parallel, "parallel") if isinstance(parallel, str) else dict(parallel)
+        if isinstance(parallel, str):
+            parallel = parse_fields(parallel, "parallel", PLAN_FIELDS)
+        self.settings["parallel"] = dict(parallel)
         self.left = {key: value for key, value in _flat(given) if value != "auto"}
 
     def read(self, ranks: int | None) -> None:

@@ -9,7 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from parallel_ops.context_parallel.layouts import LayoutChoice
 from parallel_ops.ops.float8_recipes import RECIPES
-from parallel_ops.planner.plan import Plan, parse_fields
+from parallel_ops.planner.field_text import parse_fields
+from parallel_ops.planner.plan import PLAN_FIELDS, Plan
 from parallel_ops.train.settings.section import Count, Positive, Section, key_error
 
 # Fields of ``Plan`` that other sections have.
@@ -83,7 +84,7 @@ def with_plan_in_sections(given: Any) -> Any:
     parallel = given.get("parallel", {})
     if isinstance(parallel, str):
         try:
-            parallel = parse_fields(parallel, "parallel")
+            parallel = parse_fields(parallel, "parallel", PLAN_FIELDS)
         except ValueError as error:
             raise key_error(("parallel",), str(error)) from None
     if not isinstance(parallel, dict):
