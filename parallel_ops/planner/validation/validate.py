@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.feasibility import quick_memory_problem
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, StageMemory
-from parallel_ops.planner.schedules.schedule import Times, actions, simulate
 from parallel_ops.planner.speed import without_collection
+from parallel_ops.planner.validation.bubbles import BUBBLES, EXACT, bubble_rows
 from parallel_ops.planner.validation.large_runs import titan_setting
 from parallel_ops.planner.validation.measurement import Measurement, table
 from parallel_ops.planner.validation.published import measurements, zero_bubble_setting
@@ -18,8 +17,6 @@ from parallel_ops.planner.validation.published_runs import published_runs
 from parallel_ops.planner.validation.refits import predicted_without, refitted_tables, without_own_table
 from parallel_ops.planner.validation.report import LeftOut, Promise, Report, Row, bias, mean_error
 
-_EXACT = ("1f1b", "zb-h1", "zb-h2", "zb-1p")
-_BUBBLES = (*_EXACT, "zb-2p", "interleaved")
 # Largest mean error of each table of step times.
 PROMISES = {
     "table 1": 0.10,
@@ -81,7 +78,7 @@ FITS_WITHIN = 0.02
 @without_collection()
 def validate() -> Report:
     """Compares the planner with every published table in the package."""
-    rows = (*_steps(), *memory_rows(), *_bubbles())
+    rows = (*_steps(), *memory_rows(), *bubble_rows())
     promises = *_step_promises(rows), *_recent_promises(rows), *_other_promises(Report(rows=rows, promises=()))
     return Report(rows=rows, promises=promises, left_out=tuple(_left_out()))
 
@@ -171,8 +168,8 @@ def _mean_of(values: Iterable[float]) -> float:
 
 def _other_promises(report: Report) -> Iterator[Promise]:
     measured = report.select("memory")
-    bubbles = {kind: [r for r in report.select("bubble") if f", {kind}," in r.name] for kind in _BUBBLES}
-    exact = [row for kind in _EXACT for row in bubbles[kind]]
+    bubbles = {kind: [r for r in report.select("bubble") if f", {kind}," in r.name] for kind in BUBBLES}
+    exact = [row for kind in EXACT for row in bubbles[kind]]
     for quantity, limit in (("step time", 0.06), ("memory", 0.015)):
         found = tuple(row for row in report.select(quantity) if row.table.startswith("SimuMax"))
         yield Promise(name=f"SimuMax's runs on B200, {quantity}: mean error", value=mean_error(found), limit=limit)
@@ -273,32 +270,3 @@ def _parts(stages: tuple[StageMemory, ...], unit: float, without: str = "") -> d
     names = [name for name in DEVICE_MEMORY if name != without]
     found = [{name: getattr(stage, name) / unit for name in names} for stage in stages]
     return max(found, key=lambda parts: sum(parts.values()))
-
-
-def _bubbles() -> Iterator[Row]:
-    for row in table("zero_bubble")["table 5"]:
-        times = Times(
-            forward=row["forward"],
-            input_grad=row["input_grad"],
-            weight_grad=row["weight_grad"],
-            link=row["link"],
-        )
-        sizes = next(sizes for sizes in table("zero_bubble")["table 4"] if sizes["model"] == row["model"])
-        for kind, published in row["bubble"].items():
-            predicted = _bubble(kind, row["pp"], row["micro_batches"], times, sizes)
-            name = f"{row['model']}, {kind}, {row['micro_batches']} micro-batches"
-            yield _row("zero_bubble", "table 5", name, "bubble", "", (published, predicted), "computed")
-
-
-def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:
-    if kind in ("zb-1p", "zb-2p"):
-        # Share of a layer's activations that is kept from I to W, by the paper's table 3; the sequence is 1,024.
-        retained = 32 / (34 + 5 * sizes["num_heads"] * 1024 / sizes["hidden_size"])
-        limit = (1 if kind == "zb-1p" else 2) * pp
-        order = actions("zb-2p", pp, micro_batches, times=times, memory_limit=limit, retained=retained)
-    else:
-        # Interleaved, one layer a chunk; the first and the last stage have a layer less.
-        v = (sizes["num_layers"] + 2) // sizes["pp"] if kind == "interleaved" else 1
-        passes = {name: getattr(times, name) / v for name in ("forward", "input_grad", "weight_grad")}
-        order, times = actions(kind, pp, micro_batches, v), replace(times, **passes)
-    return simulate(order, times).bubble_without_barrier
