@@ -110,7 +110,7 @@ test-transformers: venv
 test-deepspeed: venv
 	folder=$(CURDIR)/$(VENV)/deepspeed; \
 	test -d $$folder || $(PIP) --no-deps --no-build-isolation --target $$folder $(DEEPSPEED) || exit 1; \
-	$(TEST_ENV) DS_ACCELERATOR=cpu PYTHONPATH=$$folder $(PYTEST) tests/planner/test_export_parsers.py -k deepspeed
+	$(TEST_ENV) DS_ACCELERATOR=cpu PYTHONPATH=$$folder $(PYTEST) tests/planner/export/test_export_parsers.py -k deepspeed
 
 # The CPU kernels for Arm: built by a cross-compiler into a program without torch, tests/support/arm/server.cpp, in which the
 # ops of the tests then run. Debian has what it needs: g++-aarch64-linux-gnu qemu-user.
