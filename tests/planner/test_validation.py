@@ -16,16 +16,17 @@ from parallel_ops.planner.validation.published_runs import published_runs
 from parallel_ops.planner.validation.refits import without_own_table
 from parallel_ops.planner.validation.report import largest_error, mean_error
 from parallel_ops.planner.validation.validate import PROMISES, regrets
-from support.planning import planner_scenarios
+from support.planning.planner_errors import report as made_once
+from support.planning.planner_scenarios import check_table
 
 
 @pytest.fixture(scope="module")
 def report():
-    return planner_scenarios.report()
+    return made_once()
 
 
 def test_the_table_of_the_document_is_up_to_date():
-    planner_scenarios.check_table("validation")
+    check_table("validation")
 
 
 def test_every_promise_holds(report):
