@@ -21,17 +21,21 @@ _PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # keeps a numb
 
 
 def overview(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Percent of the speed of a copy that forward and backward together reach: by op, then provider, slowest first."""
+    """Percent of the speed of a copy that forward and backward together reach: by op, then provider, slowest first.
+
+    Of the ops that all providers were measured on.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.direction == "full" and row.dtype == "bfloat16" and row.provider in LOOKS and row.percent_of_clone:
             found.setdefault(row.op, {}).setdefault(row.provider, row.percent_of_clone)
-    return {op: {name: found[op][name] for name in LOOKS} for op in sorted(found)}
+    return {op: {name: found[op][name] for name in LOOKS} for op in sorted(found) if len(found[op]) == len(LOOKS)}
 
 
 def plot_overview(rows: Sequence[Row], path: Path) -> None:
     """Draws ``overview`` as SVG: a group of bars for each op."""
-    found, last = overview(rows), rows[-1]
+    found = overview(rows)
+    last = [row for row in rows if row.op in found][-1]
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axis = figure.subplots()
     for number, (provider, (color, label)) in enumerate(LOOKS.items()):
