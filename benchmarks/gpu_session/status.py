@@ -43,7 +43,7 @@ def runs(path: GpuPath, proven: Sequence[Proven], measured: Iterable[results.Row
 
 def failures(path: GpuPath, proven: Sequence[Proven]) -> list[str]:
     return [
-        f"FAILED: {r.proof} ({_run_of(r)})"
+        f"{r.result.upper()}: {r.proof} ({_run_of(r)})"
         for r in proven
         if r.result != PASSED and any(r.proof.startswith(name) for name in path.proofs)
     ]
