@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parallel_ops import vocab_parallel_cross_entropy
 from parallel_ops.ops import cross_entropy_reference
 from support.numerics import suite
-from support.numerics.suite import DEVICES, DTYPES, randn
+from support.numerics.suite import DEVICES, DTYPES, randn, refused
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops
@@ -174,15 +174,13 @@ def test_gradient_over_the_logits_is_declared(device):
     x, target = randn(6, 8, dtype=torch.float32, device=device), targets((6,), 8, device)
     again = vocab_parallel_cross_entropy(x * 1, target, inplace_backward=True)
     again.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        again.backward()
+    refused(RuntimeError, "modified by an inplace operation", again.backward)
     logits = x.exp()  # exp saves its output
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         vocab_parallel_cross_entropy(logits, target, inplace_backward=True).backward()
     logits = x * 1
     twice = [vocab_parallel_cross_entropy(logits, target, inplace_backward=True) for _ in range(2)]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        sum(twice).backward()
+    refused(RuntimeError, "modified by an inplace operation", sum(twice).backward)
 
 
 def test_nothing_but_the_logits_is_saved(device):
@@ -256,24 +254,19 @@ def test_wrong_targets(device):
 
 def test_bad_arguments_are_named(device):
     x, t = torch.randn(4, 8, device=device), torch.zeros(4, dtype=torch.long, device=device)
-    with pytest.raises(TypeError, match=r"logits must be float32.*got torch.int64"):
-        vocab_parallel_cross_entropy(t, t)
-    with pytest.raises(ValueError, match=r"logits must have at least one dimension"):
-        vocab_parallel_cross_entropy(x[0, 0], t)
+    refused(TypeError, r"logits must be float32.*got torch.int64", vocab_parallel_cross_entropy, t, t)
+    refused(ValueError, r"logits must have at least one dimension", vocab_parallel_cross_entropy, x[0, 0], t)
     with pytest.raises(TypeError, match=r"target must be int64 or int32 class indices, got torch.float32"):
         vocab_parallel_cross_entropy(x, x[:, 0])
-    with pytest.raises(ValueError, match=r"target must have shape \[4\].*got \[3\]"):
-        vocab_parallel_cross_entropy(x, t[:3])
-    with pytest.raises(ValueError, match=r"target is on meta"):
-        vocab_parallel_cross_entropy(x, t.to("meta"))
+    refused(ValueError, r"target must have shape \[4\].*got \[3\]", vocab_parallel_cross_entropy, x, t[:3])
+    refused(ValueError, r"target is on meta", vocab_parallel_cross_entropy, x, t.to("meta"))
     with pytest.raises(ValueError, match=r"class_weight must have shape \[8\].*got \[7\]"):
         vocab_parallel_cross_entropy(x, t, class_weight=x[0, :7])
     with pytest.raises(ValueError, match=r"reduction must be 'none', 'mean' or 'sum', got 'avg'"):
         vocab_parallel_cross_entropy(x, t, reduction="avg")
     with pytest.raises(ValueError, match=r"label_smoothing must be between 0 and 1, got 1.5"):
         vocab_parallel_cross_entropy(x, t, label_smoothing=1.5)
-    with pytest.raises(ValueError, match=r"z_loss must be a finite number"):
-        vocab_parallel_cross_entropy(x, t, z_loss=-1.0)
+    refused(ValueError, r"z_loss must be a finite number", vocab_parallel_cross_entropy, x, t, z_loss=-1.0)
     with pytest.raises(ValueError, match=r"softcap must be None or a finite number above 0, got 0.0"):
         vocab_parallel_cross_entropy(x, t, softcap=0.0)
     with pytest.raises(TypeError, match=r"group must be None or a torch.distributed.ProcessGroup"):

@@ -1,4 +1,3 @@
-import functools
 import importlib
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from parallel_ops import load_balancing_loss, route
 from parallel_ops.ops import route_reference
 from support.numerics import suite
 from support.numerics.experts import spread_logits
-from support.numerics.suite import DEVICES, DTYPES, randn
+from support.numerics.suite import DEVICES, DTYPES, randn, refused
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops
@@ -280,33 +279,26 @@ def test_extreme_shapes(device, t, n, k):
 
 def test_bad_arguments_are_named(device):
     x = torch.randn(4, 8, device=device)
-    call = functools.partial(pytest.raises, ValueError)
-    with pytest.raises(TypeError, match=r"route: logits must be a tensor, got list"):
-        route([1.0], 1)
-    with pytest.raises(TypeError, match=r"route: top_k must be an int, got float"):
-        route(x, 2.0)
-    with call(match=r"route: logits must be \[t, n\] with at least one expert, got \[4, 2, 4\]"):
+    refused(TypeError, r"route: logits must be a tensor, got list", route, [1.0], 1)
+    refused(TypeError, r"route: top_k must be an int, got float", route, x, 2.0)
+    with pytest.raises(ValueError, match=r"route: logits must be \[t, n\] with at least one expert, got \[4, 2, 4\]"):
         route(x.view(4, 2, 4), 2)
-    with call(match=r"route: top_k must be from 1 to 8, the 8 experts, got 9"):
-        route(x, 9)
-    with call(match=r"route: top_k must be from 1 to 8, the 8 experts, got 0"):
-        route(x, 0)
-    with call(match=r"route: top_k must be from 1 to 4, the 4 experts of the best 2 groups, got 5"):
+    refused(ValueError, r"route: top_k must be from 1 to 8, the 8 experts, got 9", route, x, 9)
+    refused(ValueError, r"route: top_k must be from 1 to 8, the 8 experts, got 0", route, x, 0)
+    with pytest.raises(
+        ValueError, match=r"route: top_k must be from 1 to 4, the 4 experts of the best 2 groups, got 5"
+    ):
         route(x, 5, groups=4, top_groups=2)
-    with call(match=r"route: groups must divide the 8 experts, got 3"):
-        route(x, 2, groups=3)
-    with call(match=r"route: top_groups must be from 1 to groups, 4, got 5"):
-        route(x, 2, groups=4, top_groups=5)
-    with call(match=r"route: bias must be \[8\], one for each expert, got \[7\]"):
+    refused(ValueError, r"route: groups must divide the 8 experts, got 3", route, x, 2, groups=3)
+    refused(ValueError, r"route: top_groups must be from 1 to groups, 4, got 5", route, x, 2, groups=4, top_groups=5)
+    with pytest.raises(ValueError, match=r"route: bias must be \[8\], one for each expert, got \[7\]"):
         route(x, 2, bias=torch.zeros(7, device=device))
-    with call(match=r"route: score must be 'softmax' or 'sigmoid', got 'relu'"):
-        route(x, 2, score="relu")
+    refused(ValueError, r"route: score must be 'softmax' or 'sigmoid', got 'relu'", route, x, 2, score="relu")
 
 
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8)
-    with pytest.raises(RuntimeError, match="route: top_k must be at least 1"):
-        ops.route(x, None, 9, False, 1, 1, False, True, 1.0)
+    refused(RuntimeError, "route: top_k must be at least 1", ops.route, x, None, 9, False, 1, 1, False, True, 1.0)
     with pytest.raises(RuntimeError, match="route_backward: experts holds 8 of 8"):
         ops.route_backward(x, torch.full((4, 1), 8), None, None, None, False, False, True, 1.0)
     with pytest.raises(RuntimeError, match="route_backward: grad_weights must have the shape"):

@@ -181,3 +181,9 @@ def check_compiles_under_autocast(op: Op, args: Sequence[Any]) -> None:
             return op(*inputs)
 
     check_compiles(run, [args])
+
+
+def refused(error: type[Exception], match: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """``call`` raises ``error`` with a message that matches."""
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)
