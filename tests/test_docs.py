@@ -26,17 +26,8 @@ PROGRAMS = ("parallel-ops", "python -m", "make", "pytest", "torchrun")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SECTIONS = "run|model|lora|data|evaluation|optimizer|parallel|precision|recompute|checkpoint|logging"
 # Folders whose files are named by their path.
-FOLDERS = (
-    "parallel_ops",
-    "triton_kernels",
-    "csrc",
-    "benchmarks",
-    "tests",
-    "docs",
-    "examples",
-    ".github",
-    "build_backend",
-)
+FOLDERS = {"parallel_ops", "triton_kernels", "csrc", "benchmarks", "tests", "docs", "examples"}
+FOLDERS |= {".github", "build_backend"}
 
 
 def code(text):

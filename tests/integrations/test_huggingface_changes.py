@@ -1,150 +1,35 @@
 """Models that somebody changes after ``apply``, or has changed before: the results are stock's, and it is said why."""
 
 import copy
-import functools
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import modeling_utils
 from transformers.loss import loss_utils
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
 from parallel_ops.integrations import huggingface
 from support.integrations.huggingface import LENGTH
+from support.integrations.huggingface_changes import (
+    OwnMLP,
+    Prompted,
+    Square,
+    another_attention,
+    another_attention_of_one_registry,
+    exchange,
+    hook,
+    own_loss,
+    own_loss_type,
+    register_attention,
+    register_loss,
+    replace,
+    shifted,
+    wrap,
+    wrap_tables,
+)
 from support.integrations.huggingface_models import OLD, assert_same, assert_same_step, batch, model_of, step
-
-STOCK_LOSS = loss_utils.LOSS_MAPPING["ForCausalLM"]
-ATTENTION = modeling_utils.ALL_ATTENTION_FUNCTIONS
-
-
-class Square(nn.Module):
-    def forward(self, x):
-        return x * x
-
-
-class OwnMLP(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x) * 0.5
-
-
-class Prompted(nn.Module):
-    """An attention around the model's own, as PEFT's adaption prompt puts there."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args, **kwargs):
-        mixed, *rest = self.model(*args, **kwargs)
-        return (mixed * 2, *rest)
-
-
-@functools.wraps(STOCK_LOSS)
-def sevenfold(*args, **kwargs):
-    return 7 * STOCK_LOSS(*args, **kwargs)
-
-
-def doubled(function):
-    """``function``, the first of whose results is doubled: a wrapper as libraries put it over a forward."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        found = function(*args, **kwargs)
-        return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
-
-    return call
-
-
-def twice(*args, **kwargs):
-    out, weights = STOCK_SDPA(*args, **kwargs)
-    return 2 * out, weights
-
-
-STOCK_SDPA = ATTENTION["sdpa"]
-
-
-def hook(path, kind="forward_hook"):
-    def change(model, patch):
-        module = model.get_submodule(path)
-        {
-            "forward_hook": lambda: module.register_forward_hook(lambda m, args, out: 2 * out),
-            "forward_pre_hook": lambda: module.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:])),
-            "backward_hook": lambda: module.register_full_backward_hook(lambda m, given, _: (given[0] * 2, *given[1:])),
-        }[kind]()
-
-    return change
-
-
-def wrap(path):
-    def change(model, patch):
-        module = model.get_submodule(path)
-        module.forward = doubled(module.forward)
-
-    return change
-
-
-def exchange(path, make):
-    def change(model, patch):
-        parent, _, name = path.rpartition(".")
-        parent = model.get_submodule(parent)
-        setattr(parent, name, make(getattr(parent, name)))
-
-    return change
-
-
-def replace(owner, name, make=doubled):
-    def change(model, patch):
-        patch.setattr(owner, name, make(getattr(owner, name)))
-
-    return change
-
-
-def register_loss(model, patch):
-    patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", sevenfold)
-
-
-def own_loss_type(model, patch):
-    patch.setitem(loss_utils.LOSS_MAPPING, "Mine", sevenfold)
-    model.loss_type = "Mine"
-
-
-def own_loss(model, patch):
-    model.loss_function = sevenfold
-
-
-def register_attention(model, patch):
-    mapping = ATTENTION if isinstance(ATTENTION, dict) else type(ATTENTION)._global_mapping
-    patch.setitem(mapping, "sdpa", twice)
-
-
-def another_attention(model, patch):
-    mapping = ATTENTION if isinstance(ATTENTION, dict) else type(ATTENTION)._global_mapping
-    patch.setitem(mapping, "mine", twice)
-    model.config._attn_implementation = "mine"
-
-
-def another_attention_of_one_registry(model, patch):
-    patch.setitem(ATTENTION if isinstance(ATTENTION, dict) else ATTENTION._local_mapping, "mine", twice)
-    model.config._attn_implementation = "mine"
-
-
-def shifted(tables):
-    cos, sin = tables
-    return cos * torch.linspace(0.5, 1.0, cos.shape[-1]), sin
-
-
-def wrap_tables(model, patch):
-    rotary = model.model.rotary_emb
-    stock = rotary.forward
-    rotary.forward = lambda *args, **kwargs: shifted(stock(*args, **kwargs))
-
 
 LM = "vocab_parallel_linear_cross_entropy"
 MLP, ATTN = "model.layers.0.mlp", "model.layers.0.self_attn"

@@ -1,4 +1,4 @@
-"""What has been replaced: asked of any model, undone without a handle, with offloaded weights, and counted in steps."""
+"""What has been replaced and what not: asked of any model, undone without a handle, counted in steps, refused."""
 
 import copy
 import io
@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from parallel_ops.integrations import huggingface
+from support.integrations.huggingface import LENGTH, VOCAB
 from support.integrations.huggingface_models import CONFIGS, OLD, assert_same, assert_same_step, batch, model_of, step
 
 LOSS = "vocab_parallel_linear_cross_entropy"
@@ -229,3 +230,49 @@ def test_torch_func(family):
         assert_same(logits(), mapped)
     with pytest.raises(RuntimeError, match=r"norm: torch.func's grad, .* do not go through this op; call \.backward"):
         torch.func.grad(loss)(parameters)
+
+
+def test_other_attention_is_left_alone():
+    model = model_of("llama", attn_implementation="eager")
+    applied = huggingface.apply(model)
+    assert "set to 'eager' attention" in applied.unreplaced["model.layers.0.self_attn"]
+    assert len(model(**batch(), output_attentions=True).attentions) == 2
+
+
+def test_some_ops():
+    model = model_of("gpt2")
+    applied = huggingface.apply(model, ops=["norm", "loss"], skip_logits=False)
+    assert {op for ops in applied.replaced.values() for op in ops} == {
+        "layer_norm",
+        "vocab_parallel_linear_cross_entropy",
+    }
+    assert model(**batch()).logits.shape == (2, LENGTH, VOCAB)
+    assert "logits" not in model(**batch(), skip_logits=True)
+    assert len(model(**batch(), return_dict=False)) == len(model_of("gpt2")(**batch(), return_dict=False))
+
+
+def test_errors_name_what_is_wrong_and_change_nothing():
+    opt = transformers.OPTConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, ffn_dim=32)
+    with pytest.raises(TypeError, match="OPTForCausalLM, which is no model of transformers that docs/huggingface"):
+        huggingface.apply(transformers.OPTForCausalLM(opt))
+    with pytest.raises(TypeError, match="model is or contains a Linear"):
+        huggingface.apply(nn.Linear(2, 2))
+    model = model_of("llama")
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(TypeError, match="OPTModel"):
+        huggingface.apply(nn.ModuleList([model, transformers.OPTModel(opt)]))
+    with pytest.raises(ValueError, match=r"ops must be 'all' or some of norm, .* got 'norms'"):
+        huggingface.apply(model, ops=["norms"])
+    with pytest.raises(ValueError, match=r"nothing of this LlamaForCausalLM can be replaced: it has no module"):
+        huggingface.apply(model, ops="residual")
+    assert [type(m) for m in model.modules()] == classes
+    applied = huggingface.apply(model)
+    with pytest.raises(ValueError, match="are applied to this model already"):
+        huggingface.apply(model)
+    model.forward = model.forward  # as Accelerate's mixed precision wraps it
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM has another class or forward since apply"):
+        applied.undo()
+    del model.forward
+    applied.undo()
+    with pytest.raises(RuntimeError, match="already undone"):
+        applied.undo()

@@ -1,6 +1,7 @@
 """Every layer over 1, 2 and 4 tensor-parallel ranks is the same layer."""
 
 import copy
+import functools
 import weakref
 from typing import Any
 
@@ -238,33 +239,25 @@ def test_layers_can_be_copied_and_moved():
     torch.testing.assert_close(copied(x).float(), module(x.float()), rtol=1e-5, atol=1e-5)
 
 
+attention = functools.partial(layers.ParallelSelfAttention, tp_mesh=None)
+block = functools.partial(layers.ParallelTransformerLayer, tp_mesh=None)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: layers.ColumnParallelLinear(4, 6, tp_mesh=None, overlap="never"), "overlap must be"),
         (lambda: layers.RowParallelLinear(0, 6, tp_mesh=None), "in_features must be positive, got 0"),
+        (lambda: layers.ParallelMLP(4, tp_mesh=None, activation="relu"), "must be one of gelu, gelu_exact, swiglu"),
+        (lambda: attention(10, 4), r"hidden_size \(10\) must be a multiple of num_heads"),
+        (lambda: attention(8, 4, num_kv_heads=3), r"num_heads \(4\) must be a multiple of num_kv"),
         (
-            lambda: layers.ParallelMLP(4, tp_mesh=None, activation="relu"),
-            "must be one of gelu, gelu_exact, swiglu",
-        ),
-        (
-            lambda: layers.ParallelSelfAttention(10, 4, tp_mesh=None),
-            r"hidden_size \(10\) must be a multiple of num_heads",
-        ),
-        (
-            lambda: layers.ParallelSelfAttention(8, 4, num_kv_heads=3, tp_mesh=None),
-            r"num_heads \(4\) must be a multiple of num_kv",
-        ),
-        (
-            lambda: layers.ParallelSelfAttention(8, 4, causal=False, window_size=(1, 0), tp_mesh=None),
+            lambda: attention(8, 4, causal=False, window_size=(1, 0)),
             "window_size must be .left, 0. .* and needs causal",
         ),
-        (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, tp_mesh=None), "dropout must be from 0 to 1"),
-        (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", tp_mesh=None), "kind must be 'layer_norm' or"),
-        (
-            lambda: layers.ParallelSelfAttention(8, 2, tp_mesh=None)(torch.zeros(3, 8)),
-            r"x must be \[s, b, 8\], got \[3, 8\]",
-        ),
+        (lambda: block(8, 2, dropout=1.5), "dropout must be from 0 to 1"),
+        (lambda: block(8, 2, norm="batch"), "kind must be 'layer_norm' or"),
+        (lambda: attention(8, 2)(torch.zeros(3, 8)), r"x must be \[s, b, 8\], got \[3, 8\]"),
     ],
 )
 def test_bad_arguments_are_named(make, message):

@@ -59,12 +59,10 @@ def test_a_shard_draws_what_the_whole_would(device, index_offset):
         shard = [t if t.dim() == 1 else t.detach()[start:end].requires_grad_() for t in whole]
         op, _ = both(0.4, dropout_seed=2**40 + 1, index_offset=index_offset + start * 3 * 35)
         ours = suite.forward_backward(op, shard)
-        assert torch.equal(ours[0], y[start:end])
-        assert torch.equal(ours[1], grads[0][start:end])
-    flat = y.flatten()[7:]
+        assert torch.equal(ours[0], y[start:end]) and torch.equal(ours[1], grads[0][start:end])
     x, bias, residual = (t.expand(whole[0].shape).flatten()[7:] for t in whole)
     part = bias_dropout_add(x + bias, None, residual, 0.4, dropout_seed=2**40 + 1, index_offset=index_offset + 7)
-    torch.testing.assert_close(part, flat)
+    torch.testing.assert_close(part, y.flatten()[7:])
 
 
 @pytest.mark.parametrize("index_offset", [0, 3, 2**34 - 2])
@@ -78,8 +76,7 @@ def test_rows_from_anywhere_draw_what_the_whole_would(device, shape, index_offse
         shard = [t if t.dim() == 1 else t.detach()[positions].requires_grad_() for t in whole]
         for op in both(0.4, dropout_seed=2**40 + 1, index_offset=index_offset, row_positions=positions):
             out, dx, *_ = suite.forward_backward(op, shard)
-            torch.testing.assert_close(out, y[positions])
-            torch.testing.assert_close(dx, grads[0][positions])
+            torch.testing.assert_close((out, dx), (y[positions], grads[0][positions]))
     alone = bias_dropout_add(whole[0].detach()[positions], None, None, 0.4, dropout_seed=1, row_positions=positions)
     assert torch.equal(alone, bias_dropout_add(whole[0].detach(), None, None, 0.4, dropout_seed=1)[positions])
 
@@ -106,8 +103,7 @@ def test_a_drawn_seed_follows_the_generator(device):
     torch.manual_seed(1)
     first, second = draw(), draw()
     torch.manual_seed(1)
-    assert torch.equal(draw(), first)
-    assert not torch.equal(second, first)
+    assert torch.equal(draw(), first) and not torch.equal(second, first)
     state = torch.get_rng_state()
     bias_dropout_add(x, bias, residual, 0.5, training=False)
     bias_dropout_add(x, bias, residual, 0.0)
@@ -117,14 +113,12 @@ def test_a_drawn_seed_follows_the_generator(device):
 
 def test_integer_and_tensor_seeds_agree(device):
     args = inputs(8, 64, device=device)
+    call = functools.partial(bias_dropout_add, *args, 0.5)
     for seed in (0, -1, 2**63, 2**64 - 1, -(2**63)):
         wrapped = (seed + 2**63) % 2**64 - 2**63
-        expected = bias_dropout_add(*args, 0.5, dropout_seed=seed)
         for tensor in (torch.tensor([wrapped], device=device), torch.tensor(wrapped, device=device)):
-            assert torch.equal(bias_dropout_add(*args, 0.5, dropout_seed=tensor), expected)
-    assert torch.equal(
-        bias_dropout_add(*args, 0.5, dropout_seed=-1), bias_dropout_add(*args, 0.5, dropout_seed=2**64 - 1)
-    )
+            assert torch.equal(call(dropout_seed=tensor), call(dropout_seed=seed))
+    assert torch.equal(call(dropout_seed=-1), call(dropout_seed=2**64 - 1))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -162,8 +156,7 @@ def test_in_place(device, dtype, compiled):
         for args in ((bias, residual), (None, residual), (None, None), (bias, residual.mT.contiguous().mT)):
             written = x.clone()
             y, same = run(written, *args, p)
-            assert same.data_ptr() == written.data_ptr()
-            assert torch.equal(same, y)
+            assert same.data_ptr() == written.data_ptr() and torch.equal(same, y)
 
 
 def test_what_cannot_be_written_in_place(device):
@@ -216,8 +209,7 @@ def test_custom_op_contract(device):
 def test_only_the_gradients_asked_for(device, wanted):
     for p in (0.0, 0.3):
         args = [t.detach().requires_grad_(w) for t, w in zip(inputs(6, 8, device=device), wanted, strict=True)]
-        op, reference = both(p, dropout_seed=1)
-        suite.check_numerics(op, reference, args, slack_ulps=2)
+        suite.check_numerics(*both(p, dropout_seed=1), args, slack_ulps=2)
 
 
 def test_compiles_with_a_drawn_seed(device):
@@ -255,7 +247,7 @@ def test_extreme_shapes(device, shape):
 
 def test_bad_arguments_are_named(device):
     x, bias, r = torch.randn(4, 8, device=device), torch.randn(8, device=device), torch.randn(4, 8, device=device)
-    call = bias_dropout_add
+    call, given = bias_dropout_add, functools.partial(bias_dropout_add, x, bias, r, 0.1)
     refused(TypeError, r"bias_dropout_add: x must be a tensor, got list", call, [1.0], bias, r, 0.1)
     refused(TypeError, r"bias_dropout_add: residual must be a tensor, got float", call, x, bias, 1.0, 0.1)
     refused(ValueError, r"residual must have the shape of x, \[4, 8\], got \[1, 8\]", call, x, bias, r[:1], 0.1)
@@ -265,40 +257,33 @@ def test_bad_arguments_are_named(device):
         refused(ValueError, r"bias_dropout_add: dropout_p must be from 0 to 1, got", call, x, bias, r, p)
     for p in ("0.1", None, True):
         refused(TypeError, r"bias_dropout_add: dropout_p must be a number", call, x, bias, r, p)
-    for seed in (2**64, -(2**63) - 1):
-        refused(ValueError, r"bias_dropout_add: seed must fit 64 bits", call, x, bias, r, 0.1, dropout_seed=seed)
-    with pytest.raises(TypeError, match=r"bias_dropout_add: seed must be None, an int or an int64 tensor, got float"):
-        call(x, bias, r, 0.1, dropout_seed=1.0)
-    with pytest.raises(TypeError, match=r"bias_dropout_add: seed must be an int64 tensor, got torch.int32"):
-        call(x, bias, r, 0.1, dropout_seed=torch.tensor([1], dtype=torch.int32, device=device))
-    with pytest.raises(ValueError, match=r"bias_dropout_add: seed must have one element, got shape \[2\]"):
-        call(x, bias, r, 0.1, dropout_seed=torch.tensor([1, 2], device=device))
-    with pytest.raises(ValueError, match=r"bias_dropout_add: seed is on meta"):
-        call(x, bias, r, 0.1, dropout_seed=torch.empty(1, dtype=torch.int64, device="meta"))
-    with pytest.raises(ValueError, match=r"bias_dropout_add: index_offset must be at least 0, got -1"):
-        call(x, bias, r, 0.1, index_offset=-1)
-    with pytest.raises(TypeError, match=r"bias_dropout_add: index_offset must be an int, got float"):
-        call(x, bias, r, 0.1, index_offset=1.0)
+    for seed, error, message in (
+        *((outside, ValueError, "must fit 64 bits") for outside in (2**64, -(2**63) - 1)),
+        (1.0, TypeError, "must be None, an int or an int64 tensor, got float"),
+        (torch.tensor([1], dtype=torch.int32, device=device), TypeError, "must be an int64 tensor, got torch.int32"),
+        (torch.tensor([1, 2], device=device), ValueError, r"must have one element, got shape \[2\]"),
+        (torch.empty(1, dtype=torch.int64, device="meta"), ValueError, "is on meta"),
+    ):
+        refused(error, f"bias_dropout_add: seed {message}", given, dropout_seed=seed)
+    refused(ValueError, r"bias_dropout_add: index_offset must be at least 0, got -1", given, index_offset=-1)
+    refused(TypeError, r"bias_dropout_add: index_offset must be an int, got float", given, index_offset=1.0)
     with pytest.raises(TypeError, match=r"bias_dropout_add: row_positions must be an int64 tensor or None, got list"):
-        call(x, bias, r, 0.1, row_positions=[0])
+        given(row_positions=[0])
     with pytest.raises(ValueError, match=r"row_positions must have one element for each x\[t\] of x .*, got \[1\]"):
-        call(x, bias, r, 0.1, row_positions=torch.zeros(1, dtype=torch.int64, device=device))
+        given(row_positions=torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x, seed = torch.randn(4, 8), torch.tensor([1])
-    with pytest.raises(RuntimeError, match="bias_dropout_add: bias must have one element"):
-        raw_op(x, torch.randn(7), x, x.dtype, 0.1, seed, 0, None)
-    with pytest.raises(RuntimeError, match="bias_dropout_add: residual must have the shape"):
-        raw_op(x, None, x[:2], x.dtype, 0.1, seed, 0, None)
-    with pytest.raises(RuntimeError, match="bias_dropout_add: seed must be one int64 element"):
-        raw_op(x, None, x, x.dtype, 0.1, seed[:0], 0, None)
-    with pytest.raises(RuntimeError, match="bias_dropout_add: row_positions must be contiguous int64"):
-        raw_op(x, None, x, x.dtype, 0.1, seed, 0, torch.arange(3))
-    with pytest.raises(RuntimeError, match="bias_dropout_add_: x must be contiguous"):
-        torch.ops.parallel_ops.bias_dropout_add_(x.t(), None, None, 0.1, seed, 0, None)
-    with pytest.raises(RuntimeError, match="bias_dropout_add_backward: p = 0 drops nothing, so seed must be None"):
-        raw_backward(x, x.dtype, None, 0.0, seed, 0, None)
+    wrong, end = functools.partial(refused, RuntimeError), (0.1, seed, 0, None)
+    wrong("bias_dropout_add: bias must have one element", raw_op, x, torch.randn(7), x, x.dtype, *end)
+    wrong("bias_dropout_add: residual must have the shape", raw_op, x, None, x[:2], x.dtype, *end)
+    wrong("bias_dropout_add: seed must be one int64 element", raw_op, x, None, x, x.dtype, 0.1, seed[:0], 0, None)
+    positions = (*end[:3], torch.arange(3))
+    wrong("bias_dropout_add: row_positions must be contiguous int64", raw_op, x, None, x, x.dtype, *positions)
+    wrong("bias_dropout_add_: x must be contiguous", torch.ops.parallel_ops.bias_dropout_add_, x.t(), None, None, *end)
+    nothing = "bias_dropout_add_backward: p = 0 drops nothing, so seed must be None"
+    wrong(nothing, raw_backward, x, x.dtype, None, 0.0, seed, 0, None)
 
 
 @pytest.mark.parametrize("size", [1, 5])

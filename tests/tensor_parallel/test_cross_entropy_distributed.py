@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 from parallel_ops.ops import cross_entropy_reference
 from support.numerics import suite, vocab_parallel
 from support.numerics.suite import DTYPES, randn
-from support.numerics.vocab_parallel import sharded_cross_entropy
+from support.numerics.vocab_parallel import sharded_cross_entropy, targets
 from support.ranks.distributed import Raised, ranks
 
 groups = pytest.mark.parametrize("shards", [2, 3, 4])
-
-
-def targets(shape, vocab, seed=0, ignored=0.2):
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randint(0, vocab, shape, generator=generator)
-    return torch.where(torch.rand(shape, generator=generator) < ignored, -100, target)
 
 
 @groups
@@ -42,7 +36,7 @@ def targets(shape, vocab, seed=0, ignored=0.2):
 )
 def test_numerics_of_every_option(shards, shape, vocab, dtype, options, inplace, scale, seed):
     logits = randn(*shape, vocab, dtype=dtype, seed=seed, scale=scale)
-    target = targets(shape, vocab, seed)
+    target = targets(shape, vocab, seed=seed)
     ours = sharded_cross_entropy(shards, inplace_backward=inplace, **options)
     reference = functools.partial(cross_entropy_reference, **options)
     suite.check_numerics(ours, reference, [logits, target], slack_ulps=4)

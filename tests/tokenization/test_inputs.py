@@ -14,12 +14,7 @@ pytest.importorskip("tokenizers", reason="tokenizers is no dependency")
 from parallel_ops.tokenization import Options, formats, indexed
 from parallel_ops.tokenization.run import tokenize
 from parallel_ops.train.data.tokens import TokenStream
-from support.runs.tokenization import END, tokenizer_file, write_json_lines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return tokenizer_file(tmp_path_factory.mktemp("tokenizer"))
+from support.runs.tokenization import END, write_json_lines
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import spmd_types as spmd
 import spmd_types.checker
@@ -289,12 +290,8 @@ def typed(mesh: ParallelMesh) -> Iterator[OverGroups]:
             if getattr(module, "to_local", None) is read:
                 stack.callback(setattr, module, "to_local", read)
                 module.to_local = to_local  # type: ignore[attr-defined]
-        for owner, name, old, new in (
-            (context.SequenceShard, "shard", placed, shard),
-            (context.Context, "mean", mean, mean_loss),
-        ):
-            stack.callback(setattr, owner, name, old)
-            setattr(owner, name, new)
+        stack.enter_context(mock.patch.object(context.SequenceShard, "shard", shard))
+        stack.enter_context(mock.patch.object(context.Context, "mean", mean_loss))
         mode = OverGroups(axes)
         with spmd_types.checker.typecheck(strict_mode="permissive"), mode:
             yield mode

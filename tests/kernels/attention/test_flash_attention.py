@@ -6,16 +6,13 @@ import random
 
 import pytest
 import torch
-import triton
 
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention.block import Dropout, begin_carry, dropout_keep_mask
 from parallel_ops.ops.attention.ranges import MaskBounds, attention_bounds, dense_mask, document_ranges
-from ptx import aot
-from ptx.kernels import meta, poisoned
+from ptx.kernels import poisoned
 from support.numerics import suite
 from support.numerics.attention import CONVEX_SPANS, attention, random_spans, spans_from_keys
-from support.numerics.attention_launches import DRAWS, PRODUCTS, launches, loops_with_products
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = TokenRange(0, 150)
@@ -287,73 +284,3 @@ def test_nothing_to_see(mask, small_tiles):
             for t, fresh in ((out, 0.0), (dq, 0.0), (statistics[0], float("-inf")), (statistics[1], 0.0)):
                 assert (t == (7.0 if add else fresh)).all()
             assert not dk.count_nonzero() and not dv.count_nonzero()
-
-
-COMPILED = [
-    *((BF16, dims, sm, "causal", {}) for sm in PRODUCTS for dims in (64, 128)),
-    (BF16, 128, 90, "window, merged", {"left": -1000, "merge": True}),
-    (BF16, 128, 90, "documents", {"spans": True}),
-    (BF16, 128, 90, "soft cap", {"softcap": 30.0}),
-    *((BF16, dims, sm, "dropout", {"dropout": DRAWS}) for dims, sm in ((128, 90), (64, 80), (128, 100))),
-    (BF16, 256, 90, "causal", {}),
-    (BF16, 192, 90, "values of 128", {"dims_v": 128}),
-]
-
-
-# Machine instructions that a thread of sm_90 issues for each of its scores in a tile of bf16 that nothing masks: 7.0,
-# 10.6 and 7.7 at 64 dims, 8.1, 17.3 and 8.9 at 128. The least of a forward are 4.5: a maximum, a multiply-add, an
-# exponential, a sum, half a conversion. Triton 3.6 loads the numbers of queries into each thread that needs them.
-OLD = triton.__version__.startswith("3.6.")
-ISSUED = {
-    64: {"_forward_kernel": 7.4, "_keys_kernel": 15.9 if OLD else 11.2, "_queries_kernel": 8.1},
-    128: {"_forward_kernel": 8.6, "_keys_kernel": 22.4 if OLD else 18.1, "_queries_kernel": 9.4},
-}
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(
-    ("dtype", "dims", "capability", "options"),
-    [
-        pytest.param(dtype, dims, sm, options, id=f"{dtype}-{dims}-sm_{sm}-{name}".replace("torch.", ""))
-        for dtype, dims, sm, name, options in COMPILED
-    ],
-)
-def test_compiled_code(dtype, dims, capability, options):
-    """Matmuls on tensor cores in the loop, nothing spilled, few instructions, no atomics: sums have one order."""
-    for launch in launches(dtype, dims, capability, **options):
-        code = aot.compile_for(launch, capability)
-        assert not code.spills, f"{launch} spills: {code}"
-        assert code.shared_bytes <= aot.SHARED_MEMORY_LIMIT[capability], f"{launch}: {code}"
-        if launch.name == "_sum_kernel":
-            assert "LDG.E.128" in code.sass
-            continue
-        copies = [x.name for x in loops_with_products(code)[0] if x.name.startswith("LDGSTS")]
-        staged = dict(launch.options)["num_stages"] > 1
-        if launch.name != "_keys_kernel" and staged:  # whose queries come with a number each, their shift and delta
-            assert copies and all(name.endswith("128") for name in copies), f"{launch}: {copies}"
-        loops = [{x.name.split(".")[0] for x in loop} for loop in loops_with_products(code)]
-        assert len(loops) >= 2 and all(PRODUCTS[capability] in names for names in loops), f"{launch}: {loops}"
-        assert not any(names & {"ATOM", "ATOMG", "RED"} for names in loops), f"{launch}: {loops}"
-        if capability == 90 and dims in ISSUED and not options:
-            sizes = dict(launch.constants)
-            scores = sizes["BLOCK_QUERIES"] * sizes["BLOCK_KEYS"] / (32 * dict(launch.options)["num_warps"])
-            found = len(loops_with_products(code)[0]) / scores
-            assert found <= ISSUED[dims][launch.name], f"{launch}: {found:.1f} instructions a score"
-
-
-@pytest.mark.aot
-def test_blocks_of_a_ring_share_one_kernel():
-    """Bounds, offsets and places of blocks differ from call to call."""
-    from parallel_ops.triton_kernels.attention import flash_attention as kernels
-
-    q, rows = meta(100, 1, 2, 64, dtype=BF16), meta(2, 1, 2, 100, dtype=FP32)
-    seed = meta(1, dtype=torch.int64)
-    with aot.recorded() as recorded:
-        for right in (0, 1, 16, -3, 2**40):
-            for start in (0, 1 << 20, 2**33):
-                draws = Dropout(0.1, seed, TokenRange(start, 100), TokenRange(16, 100))
-                kernels.forward(
-                    q, q, q, q, rows, merge=False, left=None, right=right, spans=None, scale=0.5, softcap=0.0,
-                    dropout=draws,
-                )  # fmt: skip
-    assert len(recorded) <= 2, recorded  # places beyond 32 bits are a type of their own

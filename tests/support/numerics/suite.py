@@ -172,6 +172,14 @@ def randn(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0, s
     return (scale * torch.randn(*shape, generator=generator)).to(device, dtype).requires_grad_()
 
 
+def rows_far_apart(*shape: int, seed: int = 0) -> Tensor:
+    """Rows of sizes that lie far apart, with the outliers that activations have."""
+    generator = torch.Generator().manual_seed(seed)
+    t = torch.randn(shape, generator=generator) * torch.logspace(-3, 3, shape[0])[:, None]
+    t[:, 0] *= 20
+    return t.bfloat16()
+
+
 def check_compiles_under_autocast(op: Op, args: Sequence[Any]) -> None:
     """Inside a compiled autocast region the op gives what it gives in an eager one."""
 

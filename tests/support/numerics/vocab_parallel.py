@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from parallel_ops.comm import consistency
 from parallel_ops.comm import primitives as _primitives
+from parallel_ops.ops import cross_entropy_reference
 from parallel_ops.tensor_parallel.loss import cross_entropy as _loss
 from ptx.kernels import differentiable
 from support.numerics.suite import randn
@@ -228,11 +229,21 @@ def compiled(rank: int, logits: Tensor, target: Tensor, sizes: list[int], option
     return results
 
 
-def inputs(shape, hidden, vocab, *, dtype=torch.float32, device="cpu", seed=0, bias=True, ignored=0.2):
-    """Hidden states, the weight of logits, targets of which some are ignored, and a bias or ``None``."""
+def targets(shape, vocab, device="cpu", seed=0, ignored=0.2):
+    """Targets of which some are ignored."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randint(0, vocab, shape, generator=generator)
-    target = torch.where(torch.rand(shape, generator=generator) < ignored, -100, target).to(device)
+    return torch.where(torch.rand(shape, generator=generator) < ignored, -100, target).to(device)
+
+
+def pair(**options: Any):
+    """The cross-entropy without a group, and its reference."""
+    return (functools.partial(f, **options) for f in (vocab_parallel_cross_entropy, cross_entropy_reference))
+
+
+def inputs(shape, hidden, vocab, *, dtype=torch.float32, device="cpu", seed=0, bias=True, ignored=0.2):
+    """Hidden states, the weight of logits, targets of which some are ignored, and a bias or ``None``."""
+    target = targets(shape, vocab, device, seed, ignored)
     h = randn(*shape, hidden, dtype=dtype, device=device, seed=seed)
     w = randn(vocab, hidden, dtype=dtype, device=device, seed=seed + 1)
     return [h, w, target, randn(vocab, dtype=dtype, device=device, seed=seed + 2) if bias else None]

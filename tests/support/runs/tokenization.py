@@ -63,3 +63,26 @@ def tokenizer_folder(folder: Path, **settings: Any) -> Path:
 def write_json_lines(path: Path, values: list[Any], key: str = "text") -> Path:
     path.write_text("".join(json.dumps({key: value, "n": 1}) + "\n" for value in values))
     return path
+
+
+def expected(tokenizer: Path, texts: list[str]) -> list[list[int]]:
+    """The tokens of each text that is not empty."""
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(str(tokenizer))
+    return [[*own.encode(text).ids, own.token_to_id(END)] for text in texts if text]
+
+
+def read(path: Path) -> list[list[int]]:
+    """The documents of a token file."""
+    from parallel_ops.train.data.tokens import TokenStream
+
+    stream = TokenStream([path])
+    return [stream.document(number).tolist() for number in range(stream.documents)]
+
+
+def bytes_of(output: Path) -> list[bytes]:
+    return [output.with_suffix(suffix).read_bytes() for suffix in (".bin", ".idx")]
+
+
+TEXTS = [text_of(seed, 40 * seed) for seed in range(12)]  # the first is empty

@@ -34,11 +34,11 @@ def stand_in(path: str) -> Fake:
 
 
 def connected(
-    rank: int, path: str, library: Callable[[], Any] | None = None, seconds: float = 30.0, gpu: int | None = None
+    rank: int, path: str, library: Any = None, seconds: float = 30.0, gpu: int | None = None, group: Any = None
 ) -> Transport:
     """``connect`` of this rank over the stand-in, on CPU tensors; a group of its own, as ranks connect once."""
     return nccl.connect(
-        dist.new_group(timeout=timedelta(seconds=seconds)),
+        group or dist.new_group(timeout=timedelta(seconds=seconds)),
         CPU,
         library=library or (lambda: Library.open(path)),
         gpu=lambda device: rank if gpu is None else gpu,
@@ -108,12 +108,8 @@ def same_bits(rank: int, path: str) -> tuple[list[str], set[str]]:
     with over_nccl(rank, path) as fake:
         got = results(rank)
         called = {line.split()[0] for line in fake.calls()}
-    wrong = [
-        name
-        for name, tensors in expected.items()
-        if not all(torch.equal(a, b) for a, b in zip(tensors, got[name], strict=True))
-    ]
-    return wrong, called
+    equal = {name: all(map(torch.equal, tensors, got[name])) for name, tensors in expected.items()}
+    return [name for name, same in equal.items() if not same], called
 
 
 def summed_by_nccl(rank: int, path: str) -> list[bool]:
@@ -231,9 +227,7 @@ def two_lives(rank: int, path: str) -> list[bool]:
     group = dist.new_group(timeout=timedelta(seconds=10))
     made = []
     for _ in range(2):
-        transport = nccl.connect(
-            group, CPU, library=lambda: Library.open(path), gpu=lambda device: rank, stream=lambda device: lambda: 0
-        )
+        transport = connected(rank, path, group=group)
         x = torch.zeros(2)
         made.append(_waited(transport.all_gather(OP, x, torch.full((1,), rank + 1.0)), x).tolist() == [1.0, 2.0])
         del transport
@@ -243,31 +237,26 @@ def two_lives(rank: int, path: str) -> list[bool]:
 
 def chosen(rank: int, variable: str | None, argument: str | None) -> dict[str, object]:
     """What the registry does with tensors on CUDA, where a communicator could be made."""
-    calls: list[str] = []
-    lines: list[str] = []
     given = SimpleNamespace(rank=rank, size=2, capabilities=SimpleNamespace(name="nccl"))
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger, connect, group = logging.getLogger(registry.__name__), registry.connect, dist.new_group()
+    handler = mock.Mock(level=logging.NOTSET)
+    logger, group = logging.getLogger(registry.__name__), dist.new_group()
     assert group is not None
     logger.addHandler(handler)
-    registry.connect = lambda group, device: calls.append("connect") or given  # type: ignore[assignment,func-returns-value]
-    before = dict(os.environ)
-    os.environ.pop("PARALLEL_OPS_TRANSPORT", None)
-    if variable is not None:
-        os.environ["PARALLEL_OPS_TRANSPORT"] = variable
+    variables = {**os.environ, "PARALLEL_OPS_TRANSPORT": variable}
+    variables = {name: value for name, value in variables.items() if value is not None}
     try:
-        if argument is not None:
-            use_transport(group, argument)  # type: ignore[arg-type]
-        cpu = registry.transport_of(group, CPU).capabilities.name
-        names = [registry.transport_of(group, torch.device("cuda", rank)).capabilities.name for _ in range(2)]
-        order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")
+        with (
+            mock.patch.dict(os.environ, variables, clear=True),
+            mock.patch.object(registry, "connect", return_value=given) as connect,
+        ):
+            if argument is not None:
+                use_transport(group, argument)  # type: ignore[arg-type]
+            cpu = registry.transport_of(group, CPU).capabilities.name
+            names = [registry.transport_of(group, torch.device("cuda", rank)).capabilities.name for _ in range(2)]
+            order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")
     finally:
-        registry.connect = connect
         logger.removeHandler(handler)
-        os.environ.clear()
-        os.environ.update(before)
-    return {"cpu": cpu, "names": names, "calls": len(calls), "log": len(lines), "order": order}
+    return {"cpu": cpu, "names": names, "calls": connect.call_count, "log": handler.handle.call_count, "order": order}
 
 
 def misspelt(rank: int) -> None:

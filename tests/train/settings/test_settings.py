@@ -1,7 +1,6 @@
 """Settings: what a file may say, what it may not and how that is said, and the plan in them."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,9 +162,8 @@ class TestPaths:
 
     def test_of_data(self, file, tmp_path):
         found = read_settings(file, ['data.paths=["~/*.bin", "$RUNS"]', 'evaluation.paths=["${HOME}/one.bin"]'])
-        assert found.data.paths == (tmp_path / "*.bin", Path("a/b")) and found.evaluation.paths == (
-            tmp_path / "one.bin",
-        )
+        assert found.data.paths == (tmp_path / "*.bin", Path("a/b"))
+        assert found.evaluation.paths == (tmp_path / "one.bin",)
         sources = 'data.sources=[{paths=["~/one.bin"], weight=1.0}]'
         assert read_settings(file, ["data.paths=none", sources]).data.sources[0].paths == (tmp_path / "one.bin",)
 
@@ -184,9 +182,8 @@ class TestPaths:
 def test_a_schedule_longer_than_the_run(file):
     changes = ["optimizer.schedule=wsd", "optimizer.decay=60", "optimizer.warmup=40"]
     assert read_settings(file, [*changes, "run.steps=100"]).optimizer.decay == 60
-    with pytest.raises(
-        ValueError, match=r"optimizer\.warmup 40 plus optimizer\.decay 60 is more than run\.steps 99: low"
-    ):
+    message = r"optimizer\.warmup 40 plus optimizer\.decay 60 is more than run\.steps 99: low"
+    with pytest.raises(ValueError, match=message):
         read_settings(file, [*changes, "run.steps=99"])
 
 
@@ -268,13 +265,12 @@ def test_a_file_that_is_no_toml(tmp_path):
 
 def test_the_example_and_the_schema_agree():
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    example = os.path.join(os.path.dirname(__file__), "../../../examples/train.toml")
+    example = Path(__file__).parents[3] / "examples/train.toml"
     assert read_settings(example).plan.gpus == 4
     schema = json.loads(json_schema())
-    with open(example, "rb") as file:
-        for section, keys in tomllib.load(file).items():
-            known = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
-            assert set(keys) <= set(known["properties"]), section
+    for section, keys in tomllib.loads(example.read_text()).items():
+        known = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+        assert set(keys) <= set(known["properties"]), section
 
 
 @pytest.mark.parametrize(("model", "changes"), [("llama3-8b", {"prediction_layers": 1}), ("gpt3-175b", {})])
