@@ -23,8 +23,8 @@ from parallel_ops.train.config import Settings
 
 STEPS, _WARMUP = 5, 3
 _TINY = {"num_layers": 1, "hidden_size": 32, "seq_length": 32}
-# Of losses of bf16 runs whose learning rates are fp32 or fp64, assumed.
-_ROUNDING = 1e-2
+# Of losses of bf16 runs whose learning rates are fp32 or fp64, assumed; from batch to batch they differ by 2e-3.
+_ROUNDING = 5e-4
 
 
 def config() -> TransformerConfig:

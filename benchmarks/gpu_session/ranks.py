@@ -103,8 +103,8 @@ def losses(
 
 
 def trains_alike(
-    rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, eager: bool = False,
-    sections: Sections | None = None,
+    rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, sections: Sections | None = None,
+    eager: bool = False,
 ) -> None:  # fmt: skip
     """Four steps over the ranks have the losses and gradient norms of one process."""
     offload = "offload" in plan

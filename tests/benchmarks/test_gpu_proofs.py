@@ -41,7 +41,7 @@ def test_processes_go_on_after_what_one_of_them_did(two):
 # One proof of each function over ranks.
 NAMES_OF_RANKS = (
     "pipeline zb-v, 2 stages, llama, eager", "context parallelism, ring, c10d", "expert parallelism, c10d",
-    "data parallelism, zero 3", "overlap symmetric",
+    "data parallelism, zero 3", "overlap symmetric", "checkpoints of a pipeline",
 )  # fmt: skip
 
 
@@ -52,10 +52,12 @@ def test_proofs_over_ranks(two, tmp_path, name):
 
 
 def test_settings_of_every_proof_are_valid(tmp_path):
-    trained = [proof for proof in proofs().values() if proof.run in (ranks.trains_alike, ranks.keeps_training)]
+    functions = ranks.trains_alike, ranks.resumes, ranks.keeps_training
+    trained = [proof for proof in proofs().values() if proof.run in functions]
     for proof in trained:
-        model, plan = proof.arguments[:2]
-        assert ranks.settings_of("cpu", model, plan, 1, tmp_path).plan.gpus == proof.processes
+        model, plan, *further = proof.arguments
+        sections = further[0] if further and proof.run is not ranks.keeps_training else None  # whose third is the steps
+        assert ranks.settings_of("cpu", model, plan, 1, tmp_path, sections).plan.gpus == proof.processes
     assert len(trained) > 30
 
 
