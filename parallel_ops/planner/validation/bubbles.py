@@ -6,7 +6,7 @@ from typing import Any
 
 from parallel_ops.planner.schedules.schedule import Times, actions, simulate
 from parallel_ops.planner.validation.measurement import table
-from parallel_ops.planner.validation.report import Row
+from parallel_ops.planner.validation.report import Row, row_of
 
 # Schedules whose bubbles are the published ones, and all.
 EXACT = ("1f1b", "zb-h1", "zb-h2", "zb-1p")
@@ -15,7 +15,6 @@ BUBBLES = (*EXACT, "zb-2p", "interleaved")
 
 def bubble_rows() -> Iterator[Row]:
     """Every published bubble beside that of the simulated schedule."""
-    source = table("zero_bubble")["source"]
     for row in table("zero_bubble")["table 5"]:
         times = Times(
             forward=row["forward"],
@@ -27,16 +26,7 @@ def bubble_rows() -> Iterator[Row]:
         for kind, published in row["bubble"].items():
             predicted = _bubble(kind, row["pp"], row["micro_batches"], times, sizes)
             name = f"{row['model']}, {kind}, {row['micro_batches']} micro-batches"
-            yield Row(
-                source=source,
-                table="table 5",
-                name=name,
-                quantity="bubble",
-                unit="",
-                published=published,
-                predicted=predicted,
-                role="computed",
-            )
+            yield row_of("zero_bubble", "table 5", name, "bubble", "", (published, predicted), "computed")
 
 
 def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:

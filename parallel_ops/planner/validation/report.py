@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from parallel_ops.planner.validation.measurement import table
+
 # Measured by the authors; computed by them from a formula or from other figures; or measured and used for the fit.
 ROLES = ("held out", "computed", "fitted")
 
@@ -35,6 +37,21 @@ class Row:
     def error(self) -> float:
         """``predicted / published - 1``."""
         return self.predicted / self.published - 1
+
+
+def row_of(file: str, part: str, name: str, quantity: str, unit: str, figures: tuple[float, float], role: str) -> Row:
+    """A row of a part of the table in ``file``; ``figures``: published and predicted."""
+    published, predicted = figures
+    return Row(
+        source=table(file)["source"],
+        table=part,
+        name=name,
+        quantity=quantity,
+        unit=unit,
+        published=published,
+        predicted=predicted,
+        role=role,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from parallel_ops.planner.validation.measurement import Measurement, table
 from parallel_ops.planner.validation.published import measurements, zero_bubble_setting
 from parallel_ops.planner.validation.published_runs import published_runs
 from parallel_ops.planner.validation.refits import predicted_without, refitted_tables, without_own_table
-from parallel_ops.planner.validation.report import LeftOut, Promise, Report, Row, bias, mean_error
+from parallel_ops.planner.validation.report import LeftOut, Promise, Report, Row, bias, mean_error, row_of
 
 # Largest mean error of each table of step times.
 PROMISES = {
@@ -201,21 +201,6 @@ def regrets(predicted: dict[tuple[str, str], float]) -> dict[str, float]:
     return {name: lost for name, lost in chosen.items() if len(groups[name]) > 1}
 
 
-def _row(name: str, part: str, row: str, quantity: str, unit: str, figures: tuple[float, float], role: str) -> Row:
-    published, predicted = figures
-    source = table(name)["source"]
-    return Row(
-        source=source,
-        table=part,
-        name=row,
-        quantity=quantity,
-        unit=unit,
-        published=published,
-        predicted=predicted,
-        role=role,
-    )
-
-
 def _steps() -> Iterator[Row]:
     for row in measurements():
         yield Row(
@@ -237,7 +222,7 @@ def memory_rows() -> Iterator[Row]:
             # Memory of tensors, without the allocator, the driver and NCCL.
             parts = _parts(memory(*zero_bubble_setting(row, kind, row["micro_batches"])), 1e9, "runtime")
             figures, name = (measured, sum(parts.values())), f"{row['model']}, {kind}"
-            found = _row("zero_bubble", "table 4", name, "memory", "GB", figures, "held out")
+            found = row_of("zero_bubble", "table 4", name, "memory", "GB", figures, "held out")
             yield replace(found, parts=parts)
     for row in table("torchtitan")["rows"]:
         model, _, plan = titan_setting(row)
@@ -246,7 +231,7 @@ def memory_rows() -> Iterator[Row]:
         figures = row["gibibytes"], sum(parts.values())
         name = f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}"
         name += "" if plan.fused_ops else ", eager"
-        found = _row("torchtitan", "tables 1 to 6", name, "memory", "GiB", figures, "held out")
+        found = row_of("torchtitan", "tables 1 to 6", name, "memory", "GiB", figures, "held out")
         yield replace(found, parts=parts)
     for run in published_runs():
         if run.memory and run.software != "deepspeed-2024":
