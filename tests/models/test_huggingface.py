@@ -26,10 +26,10 @@ from support.integrations.huggingface_folders import (
     logits_of,
     opened,
     same_tensors,
-    tensors_of,
 )
 from support.parallelism import transformer as on_rank
 from support.ranks.distributed import ranks
+from support.runs.tensor_files import tensors_in
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_transformers(name, folders, tokens, tmp_path):
     loss.backward()
     for got in ranks(4).run(on_rank.loaded_gradients, str(folders / name), tokens, targets, str(tmp_path / "g")):
         torch.testing.assert_close(got, loss.detach(), rtol=1e-5, atol=0)
-    grads = tensors_of(tmp_path / "g")
+    grads = tensors_in(tmp_path / "g")
     for key, p in model.named_parameters():
         torch.testing.assert_close(grads.pop(key), p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
     assert not grads
@@ -134,7 +134,7 @@ def test_old_spellings_are_read(folders, tokens, tmp_path):
     torch.testing.assert_close(Transformer.from_pretrained(old).eval()(tokens), want, rtol=1e-5, atol=1e-5)
 
     want = logits_of(opened(folders / "gpt2"), tokens)
-    bare = {name.removeprefix("transformer."): t for name, t in tensors_of(folders / "gpt2").items()}
+    bare = {name.removeprefix("transformer."): t for name, t in tensors_in(folders / "gpt2").items()}
     old = change_config(folders / "gpt2", tmp_path / "gpt2")
     save_file(
         bare | {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": bare["wte.weight"].clone()},

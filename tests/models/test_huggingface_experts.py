@@ -12,10 +12,11 @@ from parallel_ops.models import Transformer, YarnScaling, config_from_pretrained
 from parallel_ops.models.huggingface import tensor_files
 from parallel_ops.planner import Plan
 from support.integrations.huggingface import LENGTH, VOCAB
-from support.integrations.huggingface_folders import GPT_OSS, SIZES, YARN, logits_of, opened, tensors_of
+from support.integrations.huggingface_folders import GPT_OSS, SIZES, YARN, logits_of, opened
 from support.parallelism import expert_parallel
 from support.parallelism import transformer as on_rank
 from support.ranks.distributed import ranks
+from support.runs.tensor_files import tensors_in
 
 
 def test_a_published_gpt_oss_folder_is_read(tmp_path):
@@ -53,7 +54,7 @@ def test_quantized_gpt_oss_is_read_after_what_its_error_says(tokens, tmp_path):
     sizes = SIZES | GPT_OSS | {"hidden_size": 64, "intermediate_size": 64}
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, rope_parameters=dict(YARN)))
     model.to(torch.bfloat16).save_pretrained(folder)
-    tensors = tensors_of(folder)
+    tensors = tensors_in(folder)
     for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
         experts, inner, outer = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
@@ -107,7 +108,7 @@ def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, a
         expert_parallel.folder_gradients, str(folder), text, tokens, targets, str(tmp_path / "g")
     )
     torch.testing.assert_close(torch.stack(found).mean(), loss.detach(), rtol=1e-5, atol=0)
-    grads, want = tensors_of(tmp_path / "g"), tensors_of(tmp_path / "want")
+    grads, want = tensors_in(tmp_path / "g"), tensors_in(tmp_path / "want")
     assert grads.keys() == want.keys()
     for key, t in want.items():
         torch.testing.assert_close(grads[key], t, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
@@ -122,7 +123,7 @@ def test_weights_in_8_bits_are_multiplied_with_their_scales(folders, tokens, tmp
             file.unlink()
         (folder / tensor_files.INDEX).unlink(missing_ok=True)
     stored, undone = {}, {}
-    for key, t in tensors_of(folders / "deepseek_v3").items():
+    for key, t in tensors_in(folders / "deepseek_v3").items():
         stored[key] = undone[key] = t
         if t.dim() == 2 and "_proj" in key:
             rows, columns = -(-t.shape[0] // 7), -(-t.shape[1] // 5)

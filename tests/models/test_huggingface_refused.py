@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from parallel_ops.models import Transformer, config_from_pretrained
 from parallel_ops.models.huggingface import tensor_files
 from support.integrations.huggingface import VOCAB
-from support.integrations.huggingface_folders import LLAMA3, change_config, change_tensors, tensors_of
+from support.integrations.huggingface_folders import LLAMA3, change_config, change_tensors
 from support.parallelism import transformer as on_rank
 from support.ranks.distributed import Raised, ranks
+from support.runs.tensor_files import tensors_in
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {
@@ -122,7 +123,7 @@ def broken_files(good, tmp_path):
     (array / "config.json").write_text("[]")
     (empty / tensor_files.SINGLE).unlink()
     (no_config / "config.json").unlink()
-    tensors = tensors_of(good)
+    tensors = tensors_in(good)
     index = dict.fromkeys(tensors, "a.safetensors")
     broken = {
         "cut/model.safetensors is not a whole safetensors file": cut,
@@ -205,6 +206,6 @@ def test_layers_that_the_configuration_does_not_have_are_refused(folders, tmp_pa
     for file in folder.glob("*.safetensors"):
         file.unlink()
     (folder / tensor_files.INDEX).unlink(missing_ok=True)
-    save_file(tensors_of(folders / "deepseek_v3-plain") | extra, folder / tensor_files.SINGLE)
+    save_file(tensors_in(folders / "deepseek_v3-plain") | extra, folder / tensor_files.SINGLE)
     with pytest.raises(ValueError, match=r"has model\.layers\.3\.eh_proj\.weight, .* 0 that predict further tokens"):
         Transformer.from_pretrained(folder)

@@ -15,9 +15,10 @@ from parallel_ops.models.huggingface import tensor_files
 from parallel_ops.models.prediction import further
 from parallel_ops.planner import Plan
 from support.integrations.huggingface import LENGTH, VOCAB
-from support.integrations.huggingface_folders import DEEPSEEK, tensors_of
+from support.integrations.huggingface_folders import DEEPSEEK
 from support.parallelism import expert_parallel
 from support.ranks.distributed import ranks
+from support.runs.tensor_files import tensors_in
 
 LAYERS, WEIGHT = 2, 0.3
 
@@ -60,13 +61,13 @@ class Reference(nn.Module):
     def save(self, folder):
         """As DeepSeek publishes it: these layers behind the others, each with a copy of embedding and head."""
         self.stock.save_pretrained(folder)
-        tensors = tensors_of(folder)
+        tensors = tensors_in(folder)
         spare = transformers.DeepseekV3ForCausalLM(
             transformers.DeepseekV3Config(**DEEPSEEK | {"num_hidden_layers": LAYERS + len(self.layers)})
         )
         spare.model.layers = nn.ModuleList([*self.stock.model.layers, *self.layers])
         spare.save_pretrained(folder / "further")
-        for name, t in tensors_of(folder / "further").items():
+        for name, t in tensors_in(folder / "further").items():
             if any(f"layers.{LAYERS + k}." in name for k in range(len(self.layers))):
                 tensors[name.replace("shared_head.", "shared_head.norm.")] = t
         for k in range(len(self.layers)):
@@ -105,7 +106,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(plan, case, tmp_path):
         expert_parallel.folder_gradients, str(folder), text, tokens, targets, str(tmp_path / "g")
     )
     torch.testing.assert_close(torch.stack(found).mean(), loss, rtol=1e-5, atol=0)
-    grads = tensors_of(tmp_path / "g")
+    grads = tensors_in(tmp_path / "g")
     assert grads.keys() == want.keys()
     for key, t in want.items():
         torch.testing.assert_close(grads[key], t, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
@@ -117,7 +118,7 @@ def test_folders_are_read_and_written_back(case, tmp_path):
     assert (config.num_layers, config.prediction_layers) == (LAYERS, 2)
     model = Transformer.from_pretrained(folder).eval()
     model.save_pretrained(tmp_path / "again")
-    again = tensors_of(tmp_path / "again")
+    again = tensors_in(tmp_path / "again")
     assert again.keys() == weights.keys() and all(torch.equal(t, weights[name]) for name, t in again.items())
     assert json.loads((tmp_path / "again" / tensor_files.CONFIG).read_text())["num_nextn_predict_layers"] == 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")  # which leaves these layers out

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from parallel_ops.ops.float8_recipes import E4M3, E5M2, RECIPES, device_problem, product, quantize, swizzled
+from support.numerics.suite import FLOAT8_ROUNDING as ROUNDING
 from support.numerics.suite import rows_far_apart as drawn
 
-# Half a unit in the last place, relative: 3 and 2 bits of mantissa.
-ROUNDING = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 # Half the smallest subnormal, relative to the largest value.
 UNDERFLOW = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
 

@@ -4,11 +4,12 @@ import json
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.huggingface import tensor_files
 from support.integrations import huggingface
+from support.runs.tensor_files import tensors_in
 
 SIZES = huggingface.SIZES | {"attn_implementation": "eager"}
 GPT2_SIZES = huggingface.GPT2_SIZES | {"attn_implementation": "eager"}
@@ -118,12 +119,8 @@ def opened(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
-def tensors_of(folder):
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
 def same_tensors(a, b):
-    a, b = tensors_of(a), tensors_of(b)
+    a, b = tensors_in(a), tensors_in(b)
     return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
@@ -132,12 +129,12 @@ def change_config(source, target, **changes):
     options = json.loads((source / "config.json").read_text()) | changes
     target.mkdir()
     (target / "config.json").write_text(json.dumps({k: v for k, v in options.items() if v is not ...}))
-    save_file(tensors_of(source), target / tensor_files.SINGLE)
+    save_file(tensors_in(source), target / tensor_files.SINGLE)
     return target
 
 
 def change_tensors(folder, changes):
     """Other tensors in its one file; ``None`` takes one out."""
-    tensors = {name: t for name, t in (tensors_of(folder) | changes).items() if t is not None}
+    tensors = {name: t for name, t in (tensors_in(folder) | changes).items() if t is not None}
     save_file(tensors, folder / tensor_files.SINGLE)
     return folder

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Half a unit in the last place, relative: 3 and 2 bits of mantissa.
+FLOAT8_ROUNDING = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 # The incoming gradient: one for each output, or one that serves all; None is ones expanded to the outputs.

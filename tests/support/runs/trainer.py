@@ -254,10 +254,3 @@ def saved_both_ways(rank: int, settings: Settings, folder: Path) -> None:
     trainer.save()
     if settings.plan.pp == 1:
         trainer.save_pretrained(folder)
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a folder's files."""
-    from safetensors.torch import load_file
-
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}

@@ -22,7 +22,7 @@ from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
-from support.runs.trainer import tensors_in
+from support.runs.tensor_files import tensors_in
 
 
 @pytest.mark.parametrize(

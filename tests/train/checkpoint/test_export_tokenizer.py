@@ -10,7 +10,7 @@ pytest.importorskip("safetensors")
 
 from parallel_ops.train.checkpoint.export import export
 from support.runs import trainer as runs
-from support.runs.trainer import tensors_in
+from support.runs.tensor_files import tensors_in
 
 END = "<|endoftext|>"
 
