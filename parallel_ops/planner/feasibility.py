@@ -63,7 +63,7 @@ class MemoryCheck:
         self._memory = PlanMemory(model, plan, shared=shared, **shared[groups])
         self._gpus = cluster.stage_gpus(plan.pp)
         # Most stages need no more than the first.
-        self._deepest: list[tuple[int, float]] = []
+        self._deepest: dict[int, float] = {}
         kept: list[tuple[FixedMemory, float]] = []
         for stage in _first_of_kinds(model, cluster, self._memory.layout):
             found, available = self._memory.fixed(stage), self._gpus[stage].memory
@@ -72,17 +72,17 @@ class MemoryCheck:
                     break
             else:
                 kept.append((found, available))
-                self._deepest.append((stage, available))
+                self._deepest[stage] = available
 
     @cached_property
-    def _stages(self) -> list[tuple[int, float]]:
+    def _stages(self) -> dict[int, float]:
         """Stages for plans that offload activations. Two layers stay on the device: stages with fewer micro-batches or
         layers need as much, up to rounding."""
         seen: dict[object, tuple[int, float]] = {}
         for stage in deepest_stages(self._memory.layout):
             available = self._gpus[stage].memory
             seen.setdefault((self._memory.kind(stage), available), (stage, available))
-        return list(seen.values())
+        return dict(seen.values())
 
     def problem(self, recompute: str, offload: str) -> Problem | None:
         """The problem of the plan with this ``recompute`` and ``offload``; ``None`` if it fits."""
@@ -90,9 +90,9 @@ class MemoryCheck:
 
     def worst(self, recompute: str, offload: str) -> tuple[int, float, float]:
         """The stage that lacks the most memory or has the least left, the bytes that it needs and has."""
-        total, worst, most = self._memory.total, (0, 0.0, 0.0), -math.inf
-        for stage, available in self._stages if "activations" in offload else self._deepest:
-            needed = total(stage, recompute, offload)
+        stages, worst, most = self._stages if "activations" in offload else self._deepest, (0, 0.0, 0.0), -math.inf
+        totals = self._memory.totals(stages, recompute, offload)
+        for (stage, available), needed in zip(stages.items(), totals, strict=True):
             if needed - available > most:
                 worst, most = (stage, needed, available), needed - available
         return worst

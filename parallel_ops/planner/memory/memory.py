@@ -13,6 +13,7 @@ Notation: s sequence length over cp, b micro-batch, h hidden size, a heads, t tp
 Activations are added up tensor by tensor in ``activations.py``.
 """
 
+from collections.abc import Iterable, Iterator
 from operator import le, mul
 from typing import Any, NamedTuple
 
@@ -119,9 +120,9 @@ class FixedMemory(NamedTuple):
 class PlanMemory:
     """Memory of the stages of a plan.
 
-    ``total`` takes recomputation and offload as arguments, since a search varies these for one plan. ``shared``: a dict
-    for plans that differ only in schedule, micro-batch, sequence parallelism, ``cp_kind`` and layers of the stages, to
-    pass to each of them: results that they have in common.
+    ``totals`` takes recomputation and offload as arguments, since a search varies these for one plan. ``shared``: a
+    dict for plans that differ only in schedule, micro-batch, sequence parallelism, ``cp_kind`` and layers of the
+    stages, to pass to each of them: results that they have in common.
     """
 
     def __init__(
@@ -146,14 +147,14 @@ class PlanMemory:
         self._buffers, self._work, self._layers = self._shared[key]
         self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
         self._fixed: dict[int, FixedMemory] = {}
-        self._held: dict[tuple[int, str], float] = {}
+        self._held: dict[str, dict[int, float]] = {}
 
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
-        activations, resident = self._activations(stage, found, plan.recompute), self._resident(found, plan.offload)
+        activations, resident = self._activations(found, plan.recompute), self._resident(found, plan.offload)
         offloaded = "optimizer" in plan.offload
-        total = self.total(stage, plan.recompute, plan.offload)
+        (total,) = self.totals((stage,), plan.recompute, plan.offload)
         return StageMemory(
             stage=stage,
             parameters=0.0 if "parameters" in plan.offload else found.parameters,
@@ -173,18 +174,25 @@ class PlanMemory:
         """A key and the micro-batches in flight: stages for which both are equal need the same memory."""
         return (self._counts[stage], stage == 0, stage == self._head), in_flight(self.plan, stage)
 
-    def total(self, stage: int, recompute: str, offload: str) -> float:
-        """``StageMemory.total`` of a stage with this ``recompute`` and ``offload``."""
-        found = self._fixed[stage] if stage in self._fixed else self.fixed(stage)
-        activations, states = self._activations(stage, found, recompute), found.parameters + found.gradients
-        if "optimizer" not in offload:
-            states += found.optimizer
-        if "parameters" in offload:
-            states -= found.parameters
-        if "activations" in offload:
-            activations *= self._resident(found, offload)
-        activations += found.embedding + found.head
-        return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + self._runtime
+    def totals(self, stages: Iterable[int], recompute: str, offload: str) -> Iterator[float]:
+        """``StageMemory.total`` of each of ``stages`` with this ``recompute`` and ``offload``."""
+        optimizer, parameters = "optimizer" not in offload, "parameters" not in offload
+        resident, reserved, runtime = "activations" not in offload, 1 + self._fragmentation, self._runtime
+        held = self._held.setdefault(recompute, {})
+        for stage in stages:
+            found = self._fixed.get(stage) or self.fixed(stage)
+            activations = held.get(stage)
+            if activations is None:
+                activations = held[stage] = self._activations(found, recompute)
+            states = found.parameters + found.gradients
+            if optimizer:
+                states += found.optimizer
+            if not parameters:
+                states -= found.parameters
+            if not resident:
+                activations *= self._resident(found, offload)
+            activations += found.embedding + found.head
+            yield (states + activations + found.logits + found.buffers) * reserved + runtime
 
     def fixed(self, stage: int) -> FixedMemory:
         """The memory of a stage that does not depend on recomputation and offload."""
@@ -233,13 +241,6 @@ class PlanMemory:
         self._fixed[stage] = found
         return found
 
-    def _activations(self, stage: int, found: FixedMemory, recompute: str) -> float:
-        """Bytes of activations of the layers, on the device or offloaded."""
-        activations = self._held.get((stage, recompute))
-        if activations is None:
-            activations = self._held[stage, recompute] = self._all_activations(found, recompute)
-        return activations
-
     def _resident(self, found: FixedMemory, offload: str) -> float:
         """The share of the activations that stays on the device: layers that are not offloaded, the current layer and
         the next."""
@@ -254,7 +255,8 @@ class PlanMemory:
         found = self.fixed(stage)
         return *self._layer_parts(found, self.plan.recompute), self._resident(found, self.plan.offload)
 
-    def _all_activations(self, found: FixedMemory, recompute: str) -> float:
+    def _activations(self, found: FixedMemory, recompute: str) -> float:
+        """Bytes of activations of the layers, on the device or offloaded."""
         kept, work, again = self._layer_parts(found, recompute)
         # The logits are freed before the backward passes of the layers.
         return kept + max(0.0, work + again - found.logits)

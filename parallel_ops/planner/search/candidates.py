@@ -33,7 +33,7 @@ class Candidates:
         self.model, self.cluster, self.batch = model, cluster, batch
         self.options, self.constants, self.rejected = options, constants, rejected
         self._shared: dict[object, Any] = {}  # memory of the variants of one placement and sharding
-        self._found: dict[object, Any] = {}  # problems and uneven stages of the variants of one placement
+        self._found: dict[object, Any] = {}  # problems and uneven stages of the variants of one TP, PP and CP
         # Offload and recomputation, the cheapest first.
         self.least = tuple(itertools.product(options.offload, options.recompute))
         self.system: ExportTarget | None = find_target(options.target) if options.target else None
@@ -46,8 +46,10 @@ class Candidates:
                     plan = replace(self.options.base, **{name: size}, global_batch=size if name == "dp" else 1)
                     reason = f"{name}={size} does not divide the {self.cluster.gpus} GPUs"
                     self._reject(plan, Problem("size", reason))
+        sizes = None
         for placed in self._placements():
-            self._found = {}
+            if sizes != (placed.tp, placed.pp, placed.cp):
+                sizes, self._found = (placed.tp, placed.pp, placed.cp), {}
             for sharded in self._shardings(placed):
                 found = self._states_problem(sharded)
                 if found:
@@ -191,7 +193,7 @@ class Candidates:
 
     def _problems(self, plan: Plan) -> dict[str, Problem | None]:
         """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
-        ``balanced_chunks`` spreads the layers."""
+        ``balanced_chunks`` spreads the layers; what it says of EP, ``_placements`` has asked."""
         key = *_variant(plan), plan.sequence_parallel, plan.zero == 3, plan.dtype, plan.input_grad_first
         found: dict[str, Problem | None] | None = self._found.get(key)
         if found is None:
@@ -205,7 +207,7 @@ class Candidates:
     def _uneven(self, plan: Plan) -> tuple[int, ...]:
         """``balanced_chunks``, which ZeRO only changes by what a system does with it."""
         states = plan.dtype, plan.grad_dtype, plan.cuda_graph, plan.dispatcher, plan.fsdp, plan.flash_attention
-        key = *_variant(plan), plan.sequence_parallel, *states, plan.fused_loss
+        key = *_variant(plan), plan.sequence_parallel, *states, plan.fused_loss, plan.ep
         if key not in self._found:
             self._found[key] = balanced_chunks(self.model, self.cluster, plan, self.constants)
         found: tuple[int, ...] = self._found[key]
