@@ -171,6 +171,10 @@ class Plan:
             wanted = f"pp * virtual_stages ({chunks}) entries of zero or more"
             raise ValueError(f"Plan: layers_per_chunk must have {wanted}, got {self.layers_per_chunk}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Values alone: a search sends a hundred thousand plans from one process to another.
+        return _restored, tuple(self.__dict__.values())
+
     @property
     def gpus(self) -> int:
         """Number of GPUs."""
@@ -268,6 +272,12 @@ def unchecked(plan: Plan, **changes: Any) -> Plan:
     given = plan.__dict__.copy()
     given.update(changes)
     object.__setattr__(made, "__dict__", given)
+    return made
+
+
+def _restored(*values: Any) -> Plan:
+    made = object.__new__(Plan)
+    object.__setattr__(made, "__dict__", dict(zip(PLAN_FIELDS, values, strict=True)))
     return made
 
 

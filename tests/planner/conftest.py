@@ -13,10 +13,11 @@ def searched():
     """
     found = {}
 
-    def remembered(model, cluster, *, batch, options=None, software="", keep=20):
+    def remembered(model, cluster, *, batch, options=None, software="", keep=20, processes=1):
         key = model, cluster, batch, repr(options), software, keep
         if key not in found:
-            found[key] = search(model, cluster, batch=batch, options=options, software=software, keep=keep)
+            given = {"options": options, "software": software, "keep": keep, "processes": processes}
+            found[key] = search(model, cluster, batch=batch, **given)
         return found[key]
 
     return remembered

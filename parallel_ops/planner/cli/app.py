@@ -1,5 +1,6 @@
 """The commands of ``parallel-ops``."""
 
+import os
 import sys
 import warnings
 from dataclasses import replace
@@ -285,7 +286,10 @@ def _search(
     """The search; exits with code 1 if no plan fits."""
     sequences, name = inputs.batch(batch, model.seq_length), era(software).name if software else ""
     with waiting(lambda: "searching plans"):
-        found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep)
+        cores = os.cpu_count() or 1
+        found = search(
+            model, cluster, batch=sequences, options=options, software=name, keep=keep, processes=min(2, cores)
+        )
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found

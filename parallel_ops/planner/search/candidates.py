@@ -33,6 +33,7 @@ class Candidates:
         self.model, self.cluster, self.batch = model, cluster, batch
         self.options, self.constants, self.rejected = options, constants, rejected
         self._shared: dict[object, Any] = {}  # memory of the variants of one placement and sharding
+        self._sizes: tuple[int, int, int] | None = None  # TP, PP and CP of the last placement
         self._found: dict[object, Any] = {}  # problems and uneven stages of the variants of one TP, PP and CP
         # Offload and recomputation, the cheapest first.
         self.least = tuple(itertools.product(options.offload, options.recompute))
@@ -40,33 +41,30 @@ class Candidates:
 
     def plans(self) -> Iterator[Plan]:
         """Yields every plan that can run, with its cheapest recomputation and offload. Collects ``rejected`` ones."""
-        for name in ("dp", "tp", "pp", "cp"):
-            for size in getattr(self.options, name):
-                if self.cluster.gpus % size:
-                    plan = replace(self.options.base, **{name: size}, global_batch=size if name == "dp" else 1)
-                    reason = f"{name}={size} does not divide the {self.cluster.gpus} GPUs"
-                    self._reject(plan, Problem("size", reason))
-        sizes = None
-        for placed in self._placements():
-            if sizes != (placed.tp, placed.pp, placed.cp):
-                sizes, self._found = (placed.tp, placed.pp, placed.cp), {}
-            for sharded in self._shardings(placed):
-                found = self._states_problem(sharded)
-                if found:
-                    self._reject(sharded, found)
+        return itertools.chain.from_iterable(map(self.of_placement, self.placements()))
+
+    def of_placement(self, placed: Plan) -> Iterator[Plan]:
+        """``plans`` of one of ``placements``."""
+        sizes = placed.tp, placed.pp, placed.cp
+        if sizes != self._sizes:
+            self._sizes, self._found = sizes, {}
+        for sharded in self._shardings(placed):
+            found = self._states_problem(sharded)
+            if found:
+                self._reject(sharded, found)
+                continue
+            self._shared = {}
+            roomy = set()
+            for plan in self._variants(sharded):
+                variant = _variant(plan)
+                # Sequence parallelism sends as much and divides more. Without it a plan is only tried where memory
+                # is short: the input that a linear gathers is whole for a moment.
+                if not plan.sequence_parallel and variant in roomy:
                     continue
-                self._shared = {}
-                roomy = set()
-                for plan in self._variants(sharded):
-                    variant = _variant(plan)
-                    # Sequence parallelism sends as much and divides more. Without it a plan is only tried where memory
-                    # is short: the input that a linear gathers is whole for a moment.
-                    if not plan.sequence_parallel and variant in roomy:
-                        continue
-                    for fitting in self._that_fit(plan):
-                        if plan.sequence_parallel and fitting.offload == "none" and fitting.recompute != "full":
-                            roomy.add(variant)
-                        yield fitting
+                for fitting in self._that_fit(plan):
+                    if plan.sequence_parallel and fitting.offload == "none" and fitting.recompute != "full":
+                        roomy.add(variant)
+                    yield fitting
 
     def _reject(self, plan: Plan, found: Problem) -> None:
         self.rejected.add(plan, found, ((plan.offload, plan.recompute),))
@@ -75,9 +73,15 @@ class Candidates:
         own = self.system.own(plan) if self.system else {}
         return unchecked(plan, **{**own, **self.options.fixed})
 
-    def _placements(self) -> Iterator[Plan]:
-        """Sizes of parallelism that multiply to the number of GPUs and that the model allows."""
+    def placements(self) -> Iterator[Plan]:
+        """Sizes of parallelism that multiply to the number of GPUs and that the model allows. Those that differ only
+        in EP follow each other."""
         model, gpus, options = self.model, self.cluster.gpus, self.options
+        for name in ("dp", "tp", "pp", "cp"):
+            for size in getattr(options, name):
+                if gpus % size:
+                    plan = replace(options.base, **{name: size}, global_batch=size if name == "dp" else 1)
+                    self._reject(plan, Problem("size", f"{name}={size} does not divide the {gpus} GPUs"))
         divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
         longest = max(1, model.seq_length // options.context_tokens)
         sizes = ([n for n in divisors if n in (given or divisors)] for given in (options.tp, options.pp, options.cp))
@@ -193,7 +197,7 @@ class Candidates:
 
     def _problems(self, plan: Plan) -> dict[str, Problem | None]:
         """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
-        ``balanced_chunks`` spreads the layers; what it says of EP, ``_placements`` has asked."""
+        ``balanced_chunks`` spreads the layers; what it says of EP, ``placements`` has asked."""
         key = *_variant(plan), plan.sequence_parallel, plan.zero == 3, plan.dtype, plan.input_grad_first
         found: dict[str, Problem | None] | None = self._found.get(key)
         if found is None:

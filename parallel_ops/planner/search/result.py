@@ -59,6 +59,16 @@ class Rejections:
         self._parts.append((plan, pair, *worst))
         self._size += 1
 
+    def taken(self) -> list[tuple[Any, ...]]:
+        """What has been added, for ``extend``; it is no longer here."""
+        parts, self._parts, self._size = self._parts, [], 0
+        return parts
+
+    def extend(self, parts: list[tuple[Any, ...]]) -> None:
+        """Adds what others have ``taken``."""
+        self._parts += parts
+        self._size += sum(len(part[2]) if len(part) == 3 else 1 for part in parts)
+
     def __len__(self) -> int:
         return self._size
 

@@ -32,9 +32,10 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.search.candidates import Candidates
-from parallel_ops.planner.search.options import SearchOptions, default_options, dispatched, within_target
+from parallel_ops.planner.search.options import SearchOptions, default_options, within_target
 from parallel_ops.planner.search.result import NearMiss, Rejections, SearchResult, division, features, twins
 from parallel_ops.planner.search.sensitivity import gains, sensitivity
+from parallel_ops.planner.search.timing import Request, timed_plans
 from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import StepTime, step_seconds
 from parallel_ops.planner.validation.recipes import Recipe, published_recipe
@@ -63,6 +64,7 @@ def search(
     constants: Efficiency | None = None,
     software: str = "",
     keep: int = 20,
+    processes: int = 1,
 ) -> SearchResult:
     """Ranks all plans that can run, and collects the reasons against the others.
 
@@ -75,15 +77,17 @@ def search(
         software: name of an era (``parallel_ops.planner.compute.software.eras``); empty for that of the target, or for
             what runs today.
         keep: number of the fastest plans that get a full estimate with a simulated schedule.
+        processes: with 2 or more, a second process, which imports the program's main module, counts half of a search
+            that is large. The result is the same.
 
     Returns:
         The ranked plans. If no plan fits, there are none and ``smallest`` is set.
 
     Raises:
-        ValueError, TypeError: ``batch`` or ``keep`` is not a positive integer, the GPU has no matmuls in the dtype, or
-            the target cannot train the model or supports no value that the options have for a field.
+        ValueError, TypeError: ``batch``, ``keep`` or ``processes`` is not a positive integer, the GPU has no matmuls in
+            the dtype, or the target cannot train the model or supports no value that the options have for a field.
     """
-    given, given_options = _Given(batch=batch, keep=keep), options or default_options(cluster)
+    given, given_options = _Given(batch=batch, keep=keep, processes=processes), options or default_options(cluster)
     options = within_target(given_options)
     for dtype in options.dtype:
         cluster.gpu.peak(dtype)  # raises if the GPU has no such matmuls: no plan could run
@@ -91,9 +95,8 @@ def search(
         raise ValueError(f"{options.target} cannot train {model.name}: {reason}")
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
-    rejected = Rejections()
-    feasible = Candidates(model, cluster, given.batch, options, constants, rejected).plans()
-    timed = _timed(model, cluster, map(dispatched(given_options, model, cluster), feasible), constants)
+    request = Request(model, cluster, given.batch, options, given_options, constants)
+    timed, rejected = timed_plans(request, given.processes)
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
     estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
@@ -172,22 +175,6 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
             return gpus
         gpus *= 2
     return 0
-
-
-def _timed(model: Model, cluster: Cluster, plans: Iterable[Plan], constants: Efficiency) -> list[tuple[float, Plan]]:
-    """The plans with their seconds per step."""
-    found = []
-    twins: dict[object, float] = {}
-    for plan in plans:
-        if plan.pp == 1 or not plan.fsdp or plan.zero not in (1, 2):
-            found.append((step_seconds(model, cluster, plan, constants), plan))
-            continue
-        # In a pipeline FSDP reduces gradients once per step under ZeRO-1 and 2: the same time.
-        key = tuple({**vars(plan), "zero": 1}.values())
-        if key not in twins:
-            twins[key] = step_seconds(model, cluster, plan, constants)
-        found.append((twins[key], plan))
-    return found
 
 
 def _known(
@@ -269,6 +256,7 @@ def _nearest_misses(
 class _Given:
     batch: int
     keep: int
+    processes: int
 
     def __post_init__(self) -> None:
-        check_counts(self, ("batch", "keep"))
+        check_counts(self, ("batch", "keep", "processes"))

@@ -2,6 +2,9 @@
 
 import gc
 import importlib
+import os
+import pickle
+import signal
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +13,7 @@ import pytest
 from parallel_ops.planner import Plan, SearchOptions, efficiency, estimate, memory, presets, search
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import problem
-from parallel_ops.planner.search import candidates
+from parallel_ops.planner.search import candidates, timing
 from parallel_ops.planner.search.result import features
 from parallel_ops.planner.step import step_seconds
 from parallel_ops.planner.validation.recipes import published_recipe
@@ -38,7 +41,8 @@ def test_a_search_does_no_work_twice(monkeypatch):
 
     counted(candidates, "balanced_chunks")
     counted(candidates, "MemoryCheck")
-    counted(search_module, "step_seconds")
+    counted(timing, "step_seconds")  # of the plans
+    counted(search_module, "step_seconds")  # of near misses
     model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
     found = search(model, cluster, batch=512)
     plans = [plan for plan, _ in found.ranking]
@@ -51,6 +55,33 @@ def test_a_search_does_no_work_twice(monkeypatch):
     misses = min(2000, sum(r.kind == "memory" for r in found.rejected))
     assert repeated > 500
     assert calls["step_seconds"] <= len(plans) - repeated / 2 + misses
+
+
+def test_two_processes_find_what_one_does(monkeypatch):
+    """Also if the other is killed; also if fewer than all sizes can run, so that rejections come in between."""
+    monkeypatch.setattr(timing, "MANY", 2)
+    model, cluster = presets.model("mixtral-8x7b"), presets.cluster("h100x16")
+    options = replace(FEW, tp=(1, 2, 5), pp=(), cp=(1,))
+
+    def found(processes):
+        result = search(model, cluster, batch=24, options=options, processes=processes)
+        return result.ranking, list(result.rejected), len(result.rejected), result.plans, result.misses
+
+    alone = found(1)
+    assert len(alone[0]) > 10 and len({rejection.kind for rejection in alone[1]}) > 3
+    assert found(2) == alone
+    monkeypatch.setattr(timing, "_send", _killed)
+    assert found(2) == alone
+
+
+def _killed(sender, request):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_plan_is_the_same_in_another_process():
+    plan = Plan.parse("dp=4,tp=2,pp=2,zero=1,layers_per_chunk=17:15,global_batch=64")
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and vars(again) == vars(plan) and hash(again) == hash(plan)
 
 
 def test_zero_1_and_2_in_a_pipeline_take_the_same_time():
