@@ -268,17 +268,17 @@ def unchecked(plan: Plan, **changes: Any) -> Plan:
 
     Nine times as fast; a search makes hundreds of thousands of plans.
     """
+    return _made({**plan.__dict__, **changes})
+
+
+def _made(values: dict[str, Any]) -> Plan:
     made = object.__new__(Plan)
-    given = plan.__dict__.copy()
-    given.update(changes)
-    object.__setattr__(made, "__dict__", given)
+    object.__setattr__(made, "__dict__", values)
     return made
 
 
 def _restored(*values: Any) -> Plan:
-    made = object.__new__(Plan)
-    object.__setattr__(made, "__dict__", dict(zip(PLAN_FIELDS, values, strict=True)))
-    return made
+    return _made(dict(zip(PLAN_FIELDS, values, strict=True)))
 
 
 PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}

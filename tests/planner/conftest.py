@@ -13,11 +13,10 @@ def searched():
     """
     found = {}
 
-    def remembered(model, cluster, *, batch, options=None, software="", keep=20, processes=1):
-        key = model, cluster, batch, repr(options), software, keep
+    def remembered(model, cluster, **given):
+        key = model, cluster, repr(given)
         if key not in found:
-            given = {"options": options, "software": software, "keep": keep, "processes": processes}
-            found[key] = search(model, cluster, batch=batch, **given)
+            found[key] = search(model, cluster, **given)
         return found[key]
 
     return remembered

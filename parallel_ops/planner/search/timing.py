@@ -3,9 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Iterable
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
@@ -16,6 +14,9 @@ from parallel_ops.planner.search.options import SearchOptions, dispatched
 from parallel_ops.planner.search.result import Rejections
 from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import step_seconds
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 # Placements from which on a second process gains more than its start and its results cost: about a second.
 MANY = 100
@@ -40,20 +41,20 @@ Timed = list[tuple[float, Plan]]
 
 
 class _Counted(NamedTuple):
-    """Plans with their seconds, and the rejected ones, of each placement; empty for those of another process.
+    """Of one placement: what was rejected since the one before, its plans with their seconds, and what was rejected of
+    it; the last two are empty for a placement that another process counts, and after the last placement."""
 
-    ``before``: rejected since the placement before, and after the last.
-    """
-
-    timed: list[Timed]
-    rejected: list[list[Any]]
-    before: list[list[Any]]
+    before: list[Any]
+    timed: Timed
+    rejected: list[Any]
 
 
 def timed_plans(request: Request, processes: int) -> tuple[Timed, Rejections]:
     """Every plan that can run with its seconds per step, in the order of the search, and those that cannot."""
     if processes == 1 or sum(1 for _ in request.candidates(Rejections()).placements()) < MANY:
         return _joined(_counted(request))
+    from multiprocessing import get_context  # takes 20 ms, which small searches and other commands are without
+
     # Spawned, since a fork of a process with threads may never end. It ends by itself if this one is killed.
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -73,36 +74,35 @@ def timed_plans(request: Request, processes: int) -> tuple[Timed, Rejections]:
     return _joined(ours, theirs)
 
 
-def _send(sender: Connection, request: Request) -> None:
+def _send(sender: "Connection", request: Request) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process is interrupted, too, and ends this one
     with contextlib.suppress(BrokenPipeError):  # the other was killed
         sender.send(_counted(request, 1))
 
 
 @without_collection()
-def _counted(request: Request, half: int | None = None) -> _Counted:
-    """All plans, or those of every other size of TP, PP and CP."""
-    rejected, found = Rejections(), _Counted([], [], [])
+def _counted(request: Request, half: int | None = None) -> list[_Counted]:
+    """All placements, or those of every other size of TP, PP and CP."""
+    rejected, found = Rejections(), []
     candidates = request.candidates(rejected)
     groups: dict[object, int] = {}
     for placed in candidates.placements():
-        found.before.append(rejected.taken())
+        before, timed = rejected.taken(), []
         group = groups.setdefault((placed.tp, placed.pp, placed.cp), len(groups))
-        own = half is None or group % 2 == half
-        found.timed.append(_timed(request, candidates.of_placement(placed)) if own else [])
-        found.rejected.append(rejected.taken())
-    found.before.append(rejected.taken())
-    return found
+        if half is None or group % 2 == half:
+            timed = _timed(request, candidates.of_placement(placed))
+        found.append(_Counted(before, timed, rejected.taken()))
+    return [*found, _Counted(rejected.taken(), [], [])]
 
 
-def _joined(*parts: _Counted) -> tuple[Timed, Rejections]:
+def _joined(*parts: list[_Counted]) -> tuple[Timed, Rejections]:
     """The plans of all parts in the order of the search."""
     timed, rejected = [], Rejections()
-    for number, before in enumerate(parts[0].before):
-        rejected.extend(before)
-        for part in parts if number < len(parts[0].timed) else ():
-            timed += part.timed[number]
-            rejected.extend(part.rejected[number])
+    for counted in zip(*parts, strict=True):
+        rejected.extend(counted[0].before)
+        for part in counted:
+            timed += part.timed
+            rejected.extend(part.rejected)
     return timed, rejected
 
 
