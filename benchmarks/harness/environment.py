@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import parallel_ops
+from parallel_ops._internal.command_line import processors
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FALLBACK_CACHE_BYTES = 64 << 20
@@ -49,7 +50,7 @@ def device_slug(device: torch.device) -> str:
     """``nvidia-h200``, or for a CPU its name and the number of its cores that this process may use."""
     if device.type == "cuda":
         return _slug(torch.cuda.get_device_name(device))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = processors()
     return f"{_slug(_cpu_name())}-{cores}-cores"
 
 

@@ -21,6 +21,11 @@ PICTURES = (*CONSOLE, "matplotlib")
 INTERRUPTED = 130
 
 
+def processors() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def start(module: str, packages: Iterable[str]) -> None:
     """Calls ``main`` of ``module``, or names the packages that are missing."""
     require(*packages)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from parallel_ops import __version__
+from parallel_ops._internal.command_line import processors
 from parallel_ops.doctor.finding import Finding
 from parallel_ops.train.launch.rendezvous import check_environment
 
@@ -72,8 +73,7 @@ def _devices() -> Iterator[Finding]:
             cure = f"the driver is older than CUDA {torch.version.cuda} needs, or CUDA_VISIBLE_DEVICES is empty"
             yield Finding("failed", "GPUs", "torch sees none, beside an NVIDIA driver", cure)
         else:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            yield Finding("ok", "GPUs", f"none; ops run on {cores} cores")
+            yield Finding("ok", "GPUs", f"none; ops run on {processors()} cores")
         return
     count = torch.cuda.device_count()
     kinds = [torch.cuda.get_device_properties(i) for i in range(count)]

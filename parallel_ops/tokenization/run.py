@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_ops._internal.command_line import processors
 from parallel_ops.tokenization.documents import PIECE, Document, Part, documents, files_of, parts_of
 from parallel_ops.tokenization.options import Options, Summary
 from parallel_ops.tokenization.parts import Store, Tokens, write
@@ -55,7 +56,7 @@ def tokenize(
         done = sum(sizes[number] for number in finished)
         report(done, sum(sizes))
         todo = {n: (part, store.path(n), options) for n, part in enumerate(parts) if n not in finished}
-        for number in _finish(todo, encoder, processes or _processors()):
+        for number in _finish(todo, encoder, processes or processors()):
             done += sizes[number]
             report(done, sum(sizes))
         found, tokens, loss, empty = store.join(encoder.dtype, masked=options.chat)
@@ -146,10 +147,6 @@ def _batches(every: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _encoder: Encoder | None = None

@@ -1,6 +1,5 @@
 """The commands of ``parallel-ops``."""
 
-import os
 import sys
 import warnings
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from parallel_ops._internal.command_line import fail, run, waiting
+from parallel_ops._internal.command_line import fail, processors, run, waiting
 from parallel_ops.planner import presets
 from parallel_ops.planner.cli import comparison, error_tables, inputs, json_data, tables, workload
 from parallel_ops.planner.cli.options import (
@@ -286,10 +285,8 @@ def _search(
     """The search; exits with code 1 if no plan fits."""
     sequences, name = inputs.batch(batch, model.seq_length), era(software).name if software else ""
     with waiting(lambda: "searching plans"):
-        cores = os.cpu_count() or 1
-        found = search(
-            model, cluster, batch=sequences, options=options, software=name, keep=keep, processes=min(2, cores)
-        )
+        two = min(2, processors())
+        found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep, processes=two)
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found
