@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_stages, process_memory
 from parallel_ops.planner.memory.recomputation import elementwise_only, recomputed
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
+from parallel_ops.planner.placement import StageLayout, head_rank, held_at, layer_counts
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import peak_name
 from parallel_ops.planner.results import GIB, StageMemory
@@ -61,28 +61,20 @@ class MemoryCheck:
         if groups not in shared:
             shared[groups] = process_memory(cluster, plan)
         self._memory = PlanMemory(model, plan, shared=shared, **shared[groups])
-        self._gpus = cluster.stage_gpus(plan.pp)
+        layout = self._memory.layout
         # Most stages need no more than the first.
-        self._deepest: dict[int, float] = {}
+        self._deepest: list[tuple[int, float]] = []
+        self._holding = partial(_of_kinds, model, cluster, layout, plan.schedule, plan.micro_batches)
+        self._needs: dict[tuple[str, bool], list[tuple[int, float, tuple[float, ...]]]] = {}
         kept: list[tuple[FixedMemory, float]] = []
-        for stage in _first_of_kinds(model, cluster, self._memory.layout):
-            found, available = self._memory.fixed(stage), self._gpus[stage].memory
+        for stage, available in _of_kinds(model, cluster, layout):
+            found = self._memory.fixed(stage)
             for most, other in kept:
                 if available == other and found.within(most):
                     break
             else:
                 kept.append((found, available))
-                self._deepest[stage] = available
-
-    @cached_property
-    def _stages(self) -> dict[int, float]:
-        """Stages for plans that offload activations. Two layers stay on the device: stages with fewer micro-batches or
-        layers need as much, up to rounding."""
-        seen: dict[object, tuple[int, float]] = {}
-        for stage in deepest_stages(self._memory.layout):
-            available = self._gpus[stage].memory
-            seen.setdefault((self._memory.kind(stage), available), (stage, available))
-        return dict(seen.values())
+                self._deepest.append((stage, available))
 
     def problem(self, recompute: str, offload: str) -> Problem | None:
         """The problem of the plan with this ``recompute`` and ``offload``; ``None`` if it fits."""
@@ -90,23 +82,37 @@ class MemoryCheck:
 
     def worst(self, recompute: str, offload: str) -> tuple[int, float, float]:
         """The stage that lacks the most memory or has the least left, the bytes that it needs and has."""
-        stages, worst, most = self._stages if "activations" in offload else self._deepest, (0, 0.0, 0.0), -math.inf
-        totals = self._memory.totals(stages, recompute, offload)
-        for (stage, available), needed in zip(stages.items(), totals, strict=True):
+        away = "activations" in offload
+        needs = self._needs.get((recompute, away))
+        if needs is None:
+            stages = self._holding() if away else self._deepest
+            needs = [(stage, size, self._memory.needs(stage, recompute, offload)) for stage, size in stages]
+            self._needs[recompute, away] = needs
+        worst, most, total = (0, 0.0, 0.0), -math.inf, self._memory.total
+        for stage, available, parts in needs:
+            needed = total(parts, offload)
             if needed - available > most:
                 worst, most = (stage, needed, available), needed - available
         return worst
 
 
 @lru_cache(maxsize=65536)
-def _first_of_kinds(model: Model, cluster: Cluster, layout: StageLayout) -> tuple[int, ...]:
-    """The stage of each kind, with the same layers, ends and GPU, that holds the most micro-batches: the first, of
-    V-shaped schedules the last."""
+def _of_kinds(
+    model: Model, cluster: Cluster, layout: StageLayout, schedule: str = "", micro_batches: int = 0
+) -> tuple[tuple[int, float], ...]:
+    """A stage of each kind, with the same layers, ends and memory of the GPU, and that memory: the one that holds the
+    most micro-batches (the first, of V-shaped schedules the last).
+
+    With ``schedule`` and ``micro_batches`` the kinds have the same micro-batches in flight, too, for plans that offload
+    activations: two layers stay on the device, so stages with fewer micro-batches or layers need as much, up to
+    rounding.
+    """
     counts, gpus, head = layer_counts(model, layout), cluster.stage_gpus(layout.pp), head_rank(layout)
-    kinds: dict[object, int] = {}
-    stages = deepest_stages(layout)
-    for stage in reversed(stages) if layout.v_shaped else stages:
-        kinds.setdefault((counts[stage], stage == 0, stage == head, gpus[stage].memory), stage)
+    kinds: dict[object, tuple[int, float]] = {}
+    stages, sizes = deepest_stages(layout), (layout.pp, layout.virtual_stages, micro_batches)
+    for stage in reversed(stages) if layout.v_shaped and not schedule else stages:
+        held, available = held_at(stage, schedule, *sizes) if schedule else 0.0, gpus[stage].memory
+        kinds.setdefault((counts[stage], stage == 0, stage == head, held, available), (stage, available))
     return tuple(kinds.values())
 
 

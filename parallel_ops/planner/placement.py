@@ -107,16 +107,20 @@ def in_flight(plan: Plan, stage: int) -> float:
 
     with p stages, v chunks each and m micro-batches, for stage i counted from 0; never more than m.
     """
-    p, v, m = plan.pp, plan.virtual_stages, plan.micro_batches
+    return held_at(stage, plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches)
+
+
+def held_at(stage: int, schedule: str, p: int, v: int, m: int) -> float:
+    """``in_flight`` of a plan with these fields."""
     if p == 1:
         return 1.0
-    if plan.schedule == "interleaved":
+    if schedule == "interleaved":
         return min(float(m), (2 * (p - 1 - stage) + (v - 1) * p + 1) / v)
-    if plan.schedule == "1f1b":
+    if schedule == "1f1b":
         return min(float(m), p - stage)
-    if plan.schedule == "zb-v":
+    if schedule == "zb-v":
         return min(float(m), p, (m + 1 + stage) / 2)  # filled by 2 p micro-batches; fewer come back before
-    return min(float(m), {"gpipe": m, "zb-h1": p, "zb-2p": 2 * p, "dualpipe-v": p + 0.5}[plan.schedule])
+    return min(float(m), {"gpipe": m, "zb-h1": p, "zb-2p": 2 * p, "dualpipe-v": p + 0.5}[schedule])
 
 
 def group_stride(plan: Plan, group: str) -> int:

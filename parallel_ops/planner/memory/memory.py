@@ -13,7 +13,6 @@ Notation: s sequence length over cp, b micro-batch, h hidden size, a heads, t tp
 Activations are added up tensor by tensor in ``activations.py``.
 """
 
-from collections.abc import Iterable, Iterator
 from operator import le, mul
 from typing import Any, NamedTuple
 
@@ -120,9 +119,9 @@ class FixedMemory(NamedTuple):
 class PlanMemory:
     """Memory of the stages of a plan.
 
-    ``totals`` takes recomputation and offload as arguments, since a search varies these for one plan. ``shared``: a
-    dict for plans that differ only in schedule, micro-batch, sequence parallelism, ``cp_kind`` and layers of the
-    stages, to pass to each of them: results that they have in common.
+    ``needs`` and ``total`` take recomputation and offload as arguments, since a search varies these for one plan.
+    ``shared``: a dict for plans that differ only in schedule, micro-batch, sequence parallelism, ``cp_kind`` and layers
+    of the stages, to pass to each of them: results that they have in common.
     """
 
     def __init__(
@@ -146,15 +145,16 @@ class PlanMemory:
             self._shared[key] = layer_buffers(model, plan, self._tokens), layer_work(model, plan, self._tokens), {}
         self._buffers, self._work, self._layers = self._shared[key]
         self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
+        self._reserved = 1 + self._fragmentation
         self._fixed: dict[int, FixedMemory] = {}
-        self._held: dict[str, dict[int, float]] = {}
+        self._held: dict[tuple[int, str], float] = {}
 
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
         activations, resident = self._activations(found, plan.recompute), self._resident(found, plan.offload)
         offloaded = "optimizer" in plan.offload
-        (total,) = self.totals((stage,), plan.recompute, plan.offload)
+        total = self.total(self.needs(stage, plan.recompute, plan.offload), plan.offload)
         return StageMemory(
             stage=stage,
             parameters=0.0 if "parameters" in plan.offload else found.parameters,
@@ -163,36 +163,34 @@ class PlanMemory:
             activations=activations * resident + found.embedding + found.head,
             logits=found.logits,
             buffers=found.buffers,
-            runtime=self._runtime + (total - self._runtime) * self._fragmentation / (1 + self._fragmentation),
+            runtime=self._runtime + (total - self._runtime) * self._fragmentation / self._reserved,
             host=(found.optimizer if offloaded else 0.0)
             + (found.parameters if "parameters" in plan.offload else 0.0)
             + activations * (1 - resident),
             in_flight=found.held,
         )
 
-    def kind(self, stage: int) -> tuple[tuple[tuple[int, ...], bool, bool], float]:
-        """A key and the micro-batches in flight: stages for which both are equal need the same memory."""
-        return (self._counts[stage], stage == 0, stage == self._head), in_flight(self.plan, stage)
+    def needs(self, stage: int, recompute: str, offload: str) -> tuple[float, ...]:
+        """The parts of ``total``, of which offload changes the activations only: parameters and gradients, optimizer,
+        parameters alone, activations with the ends of the model, logits, buffers."""
+        found = self._fixed.get(stage) or self.fixed(stage)
+        key = stage, recompute
+        activations = self._held.get(key)
+        if activations is None:
+            activations = self._held[key] = self._activations(found, recompute)
+        if "activations" in offload:
+            activations *= self._resident(found, offload)
+        states, held = found.parameters + found.gradients, activations + (found.embedding + found.head)
+        return states, found.optimizer, found.parameters, held, found.logits, found.buffers
 
-    def totals(self, stages: Iterable[int], recompute: str, offload: str) -> Iterator[float]:
-        """``StageMemory.total`` of each of ``stages`` with this ``recompute`` and ``offload``."""
-        optimizer, parameters = "optimizer" not in offload, "parameters" not in offload
-        resident, reserved, runtime = "activations" not in offload, 1 + self._fragmentation, self._runtime
-        held = self._held.setdefault(recompute, {})
-        for stage in stages:
-            found = self._fixed.get(stage) or self.fixed(stage)
-            activations = held.get(stage)
-            if activations is None:
-                activations = held[stage] = self._activations(found, recompute)
-            states = found.parameters + found.gradients
-            if optimizer:
-                states += found.optimizer
-            if not parameters:
-                states -= found.parameters
-            if not resident:
-                activations *= self._resident(found, offload)
-            activations += found.embedding + found.head
-            yield (states + activations + found.logits + found.buffers) * reserved + runtime
+    def total(self, needs: tuple[float, ...], offload: str) -> float:
+        """``StageMemory.total`` of a stage with these ``needs``."""
+        states, optimizer, parameters, held, logits, buffers = needs
+        if "optimizer" not in offload:
+            states += optimizer
+        if "parameters" in offload:
+            states -= parameters
+        return (states + held + logits + buffers) * self._reserved + self._runtime
 
     def fixed(self, stage: int) -> FixedMemory:
         """The memory of a stage that does not depend on recomputation and offload."""

@@ -141,8 +141,8 @@ def test_offload_moves_parameters_to_the_host():
     shard = 2 * LLAMA.parameters / 8
     assert (here.parameters, there.parameters) == (shard, 0)
     assert there.host - here.host == shard
-    (total,) = PlanMemory(LLAMA, plans[1]).totals((0,), "none", kinds[1])
-    assert total == pytest.approx(there.total)
+    counted = PlanMemory(LLAMA, plans[1])
+    assert counted.total(counted.needs(0, "none", kinds[1]), kinds[1]) == pytest.approx(there.total)
     assert there.total < here.total
 
 

@@ -143,7 +143,8 @@ def test_the_quick_check_looks_at_the_stage_that_needs_most(plan, layers):
 def test_the_quick_check_finds_the_stage_that_lacks_most(plan, layers, room, offload):
     model, plan = replace(LLAMA, num_layers=layers), replace(plan, offload=offload)
     every = PlanMemory(model, plan)
-    needed = max(every.totals(range(plan.pp), plan.recompute, offload))
+    needs = [every.needs(stage, plan.recompute, offload) for stage in range(plan.pp)]
+    needed = max(every.total(each, offload) for each in needs)
     cluster = presets.cluster("a100-80x8")
     cluster = replace(cluster, gpu=replace(cluster.gpu, memory=room * needed))
     found = quick_memory_problem(model, cluster, plan)
