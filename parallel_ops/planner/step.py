@@ -10,6 +10,7 @@ max(0, c - w) + interference * min(c, w); without overlap, by c. Copies around t
 """
 
 from dataclasses import replace
+from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.communication.network import repeat
@@ -35,26 +36,46 @@ from parallel_ops.planner.results import Transfer
 from parallel_ops.planner.schedules.schedule import Simulation, Times, actions, simulate
 from parallel_ops.planner.schedules.steady_state import idle_time, step_time
 
+# Fields that change neither the passes nor the idle time of a pipeline.
+_OUTSIDE = {"zero": 0, "dp_replicate": 1, "moment_dtype": "", "offload": ""}
 
-def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
-    """Seconds of a step, without checks and with a simulation of a smaller pipeline: what a search compares."""
-    return StepTime(model, cluster, plan, constants).seconds()
+
+def step_seconds(
+    model: Model, cluster: Cluster, plan: Plan, constants: Efficiency, shared: dict[object, Any] | None = None
+) -> float:
+    """Seconds of a step, without checks and with a simulation of a smaller pipeline: what a search compares.
+    ``shared``: see ``StepTime``."""
+    return StepTime(model, cluster, plan, constants, shared).seconds()
 
 
 class StepTime:
-    """Parts of the step time of one plan, in seconds. Does not check that the plan can run."""
+    """Parts of the step time of one plan, in seconds. Does not check that the plan can run.
 
-    def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
+    ``shared``: a dict for plans of one model, cluster and constants, to pass to each: what they have in common.
+    """
+
+    def __init__(
+        self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency,
+        shared: dict[object, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
-        self.work, self.layout, self.paired = work_of(plan), stage_layout(plan), plan.hides_dispatch
         self.gpus, self.micro_batches = cluster.stage_gpus(plan.pp), plan.micro_batches
-        found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
-        self.slowest, self.passes, self.busy, self.mean = found
+        known: dict[str, Any] = {}
+        if shared is not None:
+            known = shared.setdefault(tuple({**vars(plan), **_OUTSIDE}.values()), known)
+        self._known = known
+        if "passes" not in known:
+            of_layers = work_of(plan), stage_layout(plan), plan.hides_dispatch
+            known["passes"] = *of_layers, *rank_passes(model, cluster, constants, *of_layers)
+        self.work, self.layout, self.paired, self.slowest, self.passes, self.busy, self.mean = known["passes"]
         self.traffic = StepTraffic(model, cluster, plan, constants, self.slowest)
 
     def seconds(self) -> float:
         """Step time, with a pipeline of equal ranks."""
-        pipeline = self.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
+        known = self._known
+        if "pipeline" not in known:
+            known["pipeline"] = self.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
+        pipeline: float = known["pipeline"]
         return pipeline + self.data_parallel() + self.optimizer() + self.host()
 
     def simulated_seconds(self) -> float:

@@ -239,9 +239,10 @@ def _nearest_misses(
 ) -> tuple[NearMiss, ...]:
     """Rejected plans that are faster than ``best`` seconds and exceed the memory by little, the least excess first."""
     chosen: dict[object, NearMiss] = {}
+    shared: dict[object, Any] = {}
     for rejection in rejected.near(NEAR * cluster.gpu.memory)[:MISSES_TIMED]:
         plan = rejection.plan
-        seconds = step_seconds(model, cluster, plan, constants)
+        seconds = step_seconds(model, cluster, plan, constants, shared)
         if seconds >= best * (1 - FASTER) or division(plan) in chosen:
             continue
         seconds = StepTime(model, cluster, plan, constants).simulated_seconds()
