@@ -171,10 +171,6 @@ class Plan:
             wanted = f"pp * virtual_stages ({chunks}) entries of zero or more"
             raise ValueError(f"Plan: layers_per_chunk must have {wanted}, got {self.layers_per_chunk}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Values alone: a search sends a hundred thousand plans from one process to another.
-        return _restored, tuple(self.__dict__.values())
-
     @property
     def gpus(self) -> int:
         """Number of GPUs."""
@@ -277,7 +273,8 @@ def _made(values: dict[str, Any]) -> Plan:
     return made
 
 
-def _restored(*values: Any) -> Plan:
+def restored(values: tuple[Any, ...]) -> Plan:
+    """The plan that has these ``vars().values()``."""
     return _made(dict(zip(PLAN_FIELDS, values, strict=True)))
 
 

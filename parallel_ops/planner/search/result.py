@@ -8,7 +8,7 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.error_band import tied
 from parallel_ops.planner.feasibility import Problem, excess
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import Plan, unchecked
+from parallel_ops.planner.plan import Plan, restored, unchecked
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.validation.recipes import Recipe
 
@@ -45,7 +45,7 @@ class Rejections:
 
     def __init__(self) -> None:
         # Plan, problem and the pairs of offload and recomputation that have it; or plan, one such pair, and the stage
-        # that needs too much memory with what it needs and has.
+        # that needs too much memory with what it needs and has. Of a plan from another process the values.
         self._parts: list[tuple[Any, ...]] = []
         self._size = 0
 
@@ -109,12 +109,13 @@ def _sentence(stage: int, needed: float, available: float) -> tuple[str, str, fl
 
 
 def _made(part: tuple[Any, ...]) -> Iterator[Rejection]:
+    plan = part[0] if isinstance(part[0], Plan) else restored(part[0])
     if len(part) == 3:
-        plan, found, pairs = part
+        _, found, pairs = part
         for offload, recompute in pairs:
             yield Rejection(plan, found.kind, found.reason, found.excess, recompute, offload)
     else:
-        plan, (offload, recompute), stage, needed, available = part
+        _, (offload, recompute), stage, needed, available = part
         yield Rejection(plan, *_sentence(stage, needed, available), recompute, offload)
 
 

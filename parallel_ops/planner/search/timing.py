@@ -1,6 +1,8 @@
 """The candidates of a search with their times, counted by one process or by two."""
 
 import contextlib
+import io
+import pickle
 import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.plan import Plan, restored
 from parallel_ops.planner.search.candidates import Candidates
 from parallel_ops.planner.search.options import SearchOptions, dispatched
 from parallel_ops.planner.search.result import Rejections
@@ -32,92 +34,122 @@ class Request(NamedTuple):
     given: SearchOptions
     constants: Efficiency
 
-    def candidates(self, rejected: Rejections) -> Candidates:
-        """The candidates, with those that cannot run in ``rejected``."""
-        return Candidates(self.model, self.cluster, self.batch, self.options, self.constants, rejected)
-
 
 Timed = list[tuple[float, Plan]]
+Parts = list[tuple[Any, ...]]  # see ``Rejections.taken``
 
 
-class _Counted(NamedTuple):
-    """Of one placement: what was rejected since the one before, its plans with their seconds, and what was rejected of
-    it; the last two are empty for a placement that another process counts, and after the last placement."""
+class _Placements:
+    """The placements of a search, in groups of the same TP, PP and CP.
 
-    before: list[Any]
-    timed: Timed
-    rejected: list[Any]
+    Attributes:
+        groups: placements, each with what was rejected since the one before.
+        rest: what was rejected after the last placement.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._rejected = request, Rejections()
+        arguments = request.model, request.cluster, request.batch, request.options, request.constants
+        self._candidates = Candidates(*arguments, self._rejected)
+        groups: dict[object, list[tuple[Parts, Plan]]] = {}
+        for placed in self._candidates.placements():
+            before = self._rejected.taken()
+            groups.setdefault((placed.tp, placed.pp, placed.cp), []).append((before, placed))
+        self.groups, self.rest = list(groups.values()), self._rejected.taken()
+
+    def counted(self, number: int) -> list[tuple[Timed, Parts]]:
+        """Of each placement of a group: its plans with their seconds, and what was rejected of it."""
+        return [
+            (_timed(self._request, self._candidates.of_placement(placed)), self._rejected.taken())
+            for _, placed in self.groups[number]
+        ]
+
+
+_Counted = dict[int, list[tuple[Timed, Parts]]]  # by number of the group
 
 
 def timed_plans(request: Request, processes: int) -> tuple[Timed, Rejections]:
     """Every plan that can run with its seconds per step, in the order of the search, and those that cannot."""
-    if processes == 1 or sum(1 for _ in request.candidates(Rejections()).placements()) < MANY:
-        return _joined(_counted(request))
+    placements = _Placements(request)
+    many = sum(map(len, placements.groups)) >= MANY
+    counted = _by_two(request, placements) if processes > 1 and many else {}
+    timed, rejected = [], Rejections()
+    for number, group in enumerate(placements.groups):
+        found = counted.get(number) or placements.counted(number)
+        for (before, _), (plans, parts) in zip(group, found, strict=True):
+            timed += plans
+            rejected.extend(before)
+            rejected.extend(parts)
+    rejected.extend(placements.rest)
+    return timed, rejected
+
+
+def _by_two(request: Request, placements: _Placements) -> _Counted:
+    """Groups that this process has counted from the first on, and another one from the last on, until they met.
+
+    A group where both stop is missing, and those of the other process if that was killed, say for its memory.
+    """
     from multiprocessing import get_context  # takes 20 ms, which small searches and other commands are without
 
-    # Spawned, since a fork of a process with threads may never end. It ends by itself if this one is killed.
+    # Spawned, since a fork of a process with threads may never end. It ends by itself, too, if this one is killed.
     context = get_context("spawn")
+    # The groups that either has come to. Without a lock, which a process that is killed might hold.
+    reached = context.RawArray("i", (0, len(placements.groups)))
     receiver, sender = context.Pipe(duplex=False)
-    other = context.Process(target=_send, args=(sender, request), daemon=True)
+    other = context.Process(target=_send, args=(sender, request, reached), daemon=True)
     other.start()
     try:
         sender.close()
-        ours = _counted(request, 0)
-        try:
-            theirs = receiver.recv()
-        except (EOFError, OSError):  # killed, say for its memory
-            theirs = _counted(request, 1)
+        found = _until_met(placements, reached)
+        with contextlib.suppress(EOFError, OSError):
+            for number, counted in pickle.loads(receiver.recv_bytes()).items():
+                found[number] = [([(s, restored(values)) for s, values in timed], parts) for timed, parts in counted]
     finally:
         other.terminate()
         other.join()
         receiver.close()
-    return _joined(ours, theirs)
-
-
-def _send(sender: "Connection", request: Request) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process is interrupted, too, and ends this one
-    with contextlib.suppress(BrokenPipeError):  # the other was killed
-        sender.send(_counted(request, 1))
+    return found
 
 
 @without_collection()
-def _counted(request: Request, half: int | None = None) -> list[_Counted]:
-    """All placements, or those of every other size of TP, PP and CP."""
-    rejected, found = Rejections(), []
-    candidates = request.candidates(rejected)
-    groups: dict[object, int] = {}
-    for placed in candidates.placements():
-        before, timed = rejected.taken(), []
-        group = groups.setdefault((placed.tp, placed.pp, placed.cp), len(groups))
-        if half is None or group % 2 == half:
-            timed = _timed(request, candidates.of_placement(placed))
-        found.append(_Counted(before, timed, rejected.taken()))
-    return [*found, _Counted(rejected.taken(), [], [])]
+def _until_met(placements: _Placements, reached: Any, first: Any = None) -> _Counted:
+    """The groups in order, up to the one that the other process has come to; in the second process, which has the
+    ``first``, in reverse."""
+    found, numbers = {}, range(len(placements.groups))
+    for number in reversed(numbers) if first else numbers:
+        reached[1 if first else 0] = number
+        if reached[0] >= reached[1] or (first and not first.is_alive()):
+            break
+        found[number] = placements.counted(number)
+    return found
 
 
-def _joined(*parts: list[_Counted]) -> tuple[Timed, Rejections]:
-    """The plans of all parts in the order of the search."""
-    timed, rejected = [], Rejections()
-    for counted in zip(*parts, strict=True):
-        rejected.extend(counted[0].before)
-        for part in counted:
-            timed += part.timed
-            rejected.extend(part.rejected)
-    return timed, rejected
+def _send(sender: "Connection", request: Request, reached: Any) -> None:
+    from multiprocessing import parent_process
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process is interrupted, too, and ends this one
+    found, written = _until_met(_Placements(request), reached, parent_process()), io.BytesIO()
+    pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
+    # Of a plan its values, once: most of a hundred thousand plans are rejected and never read.
+    pickler.dispatch_table = {Plan: lambda plan: (tuple, (tuple(vars(plan).values()),))}
+    pickler.dump(found)
+    with contextlib.suppress(BrokenPipeError):  # the other was killed
+        sender.send_bytes(written.getbuffer())
 
 
 def _timed(request: Request, plans: Iterable[Plan]) -> Timed:
     """The plans with their seconds per step."""
     model, cluster, constants = request.model, request.cluster, request.constants
     found = []
+    shared: dict[object, Any] = {}
     twins: dict[object, float] = {}
     for plan in map(dispatched(request.given, model, cluster), plans):
         if plan.pp == 1 or not plan.fsdp or plan.zero not in (1, 2):
-            found.append((step_seconds(model, cluster, plan, constants), plan))
+            found.append((step_seconds(model, cluster, plan, constants, shared), plan))
             continue
         # In a pipeline FSDP reduces gradients once per step under ZeRO-1 and 2: the same time.
         key = tuple({**vars(plan), "zero": 1}.values())
         if key not in twins:
-            twins[key] = step_seconds(model, cluster, plan, constants)
+            twins[key] = step_seconds(model, cluster, plan, constants, shared)
         found.append((twins[key], plan))
     return found
