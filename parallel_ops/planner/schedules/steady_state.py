@@ -1,7 +1,8 @@
 """The time of a pipeline, from the simulation of a smaller one.
 
 A schedule fills, repeats and drains. Its time is linear in the number of micro-batches once these are several times the
-ranks. With equal stages, the idle time is linear in the number of ranks at a constant number of micro-batches per rank.
+ranks, with unequal stages many times: a rank that is a little slower delays the others for long before it holds them
+all. With equal stages, the idle time is linear in the number of ranks at a constant number of micro-batches per rank.
 """
 
 from functools import lru_cache
@@ -10,8 +11,9 @@ from parallel_ops.planner.schedules.schedule import WHOLE_BACKWARD, Program, Tim
 
 # Largest simulation. It is linear in the passes; this many take about 0.1 s.
 MOST_PASSES = 50_000
-# Micro-batches per rank after which the schedules repeat.
-ROUNDS = 3
+# Micro-batches per rank after which the schedules repeat with equal stages, and after which they have been seen to with
+# the stages of models: of 1,300 plans of searches, simulated whole, steps differ by 0.03 % at most (12: 1 %; 3: 5 %).
+ROUNDS, SETTLED = 3, 16
 # Ranks that are simulated. Eight instead of up to 24 change the step by at most 1.5 %, 0.1 % on average; four by 5 %.
 RANKS = 8
 # Resolution of the shares of I, W and a message in F + I + W: a search then simulates a few hundred pipelines.
@@ -19,7 +21,7 @@ RESOLUTION = (0.02, 0.02, 0.005)
 
 
 def step_time(kind: str, pp: int, micro_batches: int, virtual_stages: int, times: Times, *, barrier: bool) -> float:
-    """Time of a step. Beyond ``MOST_PASSES`` passes it is extrapolated from fewer micro-batches.
+    """Time of a step, with many micro-batches extrapolated from fewer.
 
     Args:
         kind, pp, micro_batches, virtual_stages: see ``parallel_ops.planner.schedules.schedule.actions``.
@@ -34,10 +36,10 @@ def step_time(kind: str, pp: int, micro_batches: int, virtual_stages: int, times
             program = _program(kind, pp, count, virtual_stages)
         return program.step_time(times, barrier=barrier)
 
-    enough = ROUNDS * pp
     # Building a ZB-2p schedule takes ten times as long as running it.
     most = MOST_PASSES // 10 if kind == "zb-2p" else MOST_PASSES
-    if micro_batches <= enough or 2 * pp * virtual_stages * micro_batches <= most:
+    enough = pp * max(ROUNDS, min(SETTLED, most // (2 * pp * pp * virtual_stages)))
+    if micro_batches <= enough:
         return simulated(micro_batches)
     long, short = simulated(enough), simulated(enough - pp)
     return long + (micro_batches - enough) * (long - short) / pp
