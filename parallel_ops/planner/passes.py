@@ -23,13 +23,13 @@ class RankPassTimes(NamedTuple):
         slowest: the rank that takes longest.
         passes: compute and exposed communication of the slowest rank.
         busy: seconds of the slowest rank.
-        mean: seconds of a rank on average.
+        others: seconds of each of the other ranks on average: a pipeline fills and drains through them.
     """
 
     slowest: int
     passes: tuple[PassTimes, PassTimes]
     busy: float
-    mean: float
+    others: float
 
 
 @lru_cache(maxsize=65536)
@@ -43,7 +43,8 @@ def rank_passes(
     totals = [each[kind] for kind in kind_of]
     busy = max(totals)
     slowest = totals.index(busy)
-    return RankPassTimes(slowest, found[kind_of[slowest]], busy, sum(totals) / layout.pp)
+    others = (sum(totals) - busy) / max(1, layout.pp - 1)
+    return RankPassTimes(slowest, found[kind_of[slowest]], busy, others)
 
 
 Kind = tuple[tuple[int, ...], tuple[bool, bool], GPU]

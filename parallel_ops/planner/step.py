@@ -67,7 +67,7 @@ class StepTime:
         if "passes" not in known:
             of_layers = work_of(plan), stage_layout(plan), plan.hides_dispatch
             known["passes"] = *of_layers, *rank_passes(model, cluster, constants, *of_layers)
-        self.work, self.layout, self.paired, self.slowest, self.passes, self.busy, self.mean = known["passes"]
+        self.work, self.layout, self.paired, self.slowest, self.passes, self.busy, self.others = known["passes"]
         self.traffic = StepTraffic(model, cluster, plan, constants, self.slowest)
 
     def seconds(self) -> float:
@@ -126,12 +126,12 @@ class StepTime:
         )
 
     def _idle(self, link: float) -> float:
-        """Idle time of the slowest rank with messages of ``link`` seconds. The other ranks take the mean time."""
+        """Idle time of the slowest rank with messages of ``link`` seconds. The other ranks take their mean time."""
         plan = self.plan
         if plan.pp == 1:
             return 0.0
         compute, waits = self.passes
-        whole = (compute + waits).times(self.mean / self.busy / plan.virtual_stages)
+        whole = (compute + waits).times(self.others / self.busy / plan.virtual_stages)
         sends = 0.0 if plan.overlap else link
         passes = whole.forward + sends, whole.input_grad + sends, whole.weight_grad
         link = link if plan.overlap else 0.0

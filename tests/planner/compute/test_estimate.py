@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.planner import RULES, Plan, efficiency, estimate, presets
+from parallel_ops.planner import RULES, Model, Plan, efficiency, estimate, presets
 from parallel_ops.planner.compute.attention import attention_seconds
 from parallel_ops.planner.compute.compute import head_passes, layer_passes
 from parallel_ops.planner.compute.efficiency import SHARES
@@ -48,6 +48,16 @@ def test_what_a_search_compares_is_near_the_simulation(kind, pp, m):
     model = replace(GPT3, vocab_size=64)
     quick = step_seconds(model, cluster, plan, efficiency("ampere"))
     assert quick == pytest.approx(estimate(model, cluster, plan).step, rel=0.02)
+
+
+def test_a_pipeline_fills_through_the_stages_without_the_output_embedding():
+    """The last stage, which has the output embedding, is much slower: the pipeline does not fill at its rate."""
+    model = Model(name="small", num_layers=16, hidden_size=1024, num_heads=16, vocab_size=51200, seq_length=1024)
+    cluster = presets.cluster("a100-80x4")
+    for m in (2, 4):
+        plan = Plan(pp=4, micro_batch=8, global_batch=8 * m, recompute="full", flash_attention=False)
+        quick = step_seconds(model, cluster, plan, efficiency("ampere", "megatron-2021"))
+        assert quick == pytest.approx(estimate(model, cluster, plan, software="megatron-2021").step, rel=0.02)
 
 
 def test_without_a_barrier_zero_bubble_schedules_gain_and_others_do_not():
