@@ -1,6 +1,6 @@
 """Fits the planner's constants to the measured step times that are marked as fitted.
 
-``python -m benchmarks.planner_fit`` (ten minutes) writes ``presets/efficiency.json`` and ``validation/refits.json`` of
+``python -m benchmarks.planner_fit`` (two minutes) writes ``presets/efficiency.json`` and ``validation/refits.json`` of
 ``parallel_ops/planner``, and prints the error on rows that were held out. ``benchmarks.planner_fit_software`` then
 fits the constants of software, and writes the error bands.
 """

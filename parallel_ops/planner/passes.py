@@ -153,22 +153,18 @@ def _less(exposed: PassTimes, beside_products: PassTimes, compute: PassTimes, sh
 # Launches that replace the fused softmax (conversions, scale, mask, softmax), as a share of those of a layer. Chosen
 # with vTrain's rows in view.
 _SOFTMAX_LAUNCHES = 0.6
-# Exponent of the norm that combines GPU time and host time: some kernels of a pass are bound by the host, others are
-# not. Chosen with the measured rows in view: vTrain's table of one node, left out, has 8.7 % with 4 and 8.8 % with 3;
-# with 2.5 it had a tenth more than with 4, in an earlier count of bytes.
-_SHARPNESS = 4.0
 
 
 def launched(compute: PassTimes, waits: PassTimes, host: float, backward: float) -> PassTimes:
     """``compute`` plus the time that the GPU waits for launches: ``host`` seconds for the forward pass, ``backward``
-    times that for the backward pass."""
+    times that for the backward pass.
 
-    def longer(gpu: float, cpu: float) -> float:
-        return (gpu**_SHARPNESS + cpu**_SHARPNESS) ** (1 / _SHARPNESS) - gpu if cpu else 0.0
-
+    Launches are queued, so the host works beside the GPU: the slower of the two sets the time of a pass. In vTrain's
+    runs a layer takes as long with one sequence as with four where the host limits it, and then follows the GPU.
+    """
     back = compute.input_grad + compute.weight_grad + waits.input_grad + waits.weight_grad
-    forward = longer(compute.forward + waits.forward, host)
-    return compute + PassTimes(forward, longer(back, backward * host), 0.0)
+    forward = max(0.0, host - compute.forward - waits.forward)
+    return compute + PassTimes(forward, max(0.0, backward * host - back), 0.0)
 
 
 def beside(constants: Efficiency, communication: float, computation: float) -> float:

@@ -11,11 +11,11 @@ from parallel_ops.planner.compute.software import (
     CURRENT,
     constants_of,
 )
-from parallel_ops.planner.compute.work import work_of
+from parallel_ops.planner.compute.work import PassTimes, work_of
 from parallel_ops.planner.export import TARGETS
 from parallel_ops.planner.feasibility import problem
 from parallel_ops.planner.memory.memory import memory
-from parallel_ops.planner.passes import layer_costs, softmax_falls_back
+from parallel_ops.planner.passes import launched, layer_costs, softmax_falls_back
 from parallel_ops.planner.placement import expert_replicas
 from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.step import StepTime
@@ -233,6 +233,15 @@ def test_the_fused_softmax_takes_sequences_and_heads_by_fours():
     assert softmax_falls_back(model, work_of(plan))
     assert not softmax_falls_back(model, work_of(replace(plan, micro_batch=4)))
     assert not softmax_falls_back(model, work_of(replace(plan, flash_attention=True)))
+    # Short sequences, in which the host limits every layer.
+    model = replace(model, seq_length=512)
     node, four_a_rank = presets.cluster("a100-80x8"), replace(model, num_heads=32, head_dim=72, num_kv_heads=32)
     slow, fast = (step(plan, each, node, "megatron-2021") for each in (model, four_a_rank))
     assert slow - fast > 0.5 * 4 * 24 * efficiency("ampere", "megatron-2021").host
+
+
+def test_the_slower_of_host_and_gpu_sets_the_time_of_a_pass():
+    passes, waits = PassTimes(1.0, 2.0, 1.0), PassTimes(0.25, 0.25, 0.0)
+    assert launched(passes, waits, 1.0, 2) == passes
+    assert launched(passes, waits, 1.5, 2) == PassTimes(1.25, 2.0, 1.0)
+    assert (launched(passes, waits, 2.0, 2) + waits).total == 2.0 * 3
