@@ -42,12 +42,12 @@ def test_every_constant_has_a_source_and_the_fitted_ones_a_range():
 
 
 def test_no_step_in_either_direction_fits_better():
-    """The constants that ship are those of the fit from round values: no step of 10 % gains more than 0.0002 of 0.09.
+    """The constants that ship are those of the fit from round values: no step of 10 % gains more than 0.0002 of 0.08.
 
     The fit is a coordinate descent with smaller and smaller steps, which may stop beside such a gain.
     """
     rows, shipped = sample(), start()
-    assert len(shipped) == 20 and len(rows) > 100
+    assert len(shipped) == 18 and len(rows) > 100
     begin = {key: _BEGIN[key[2]] for key in shipped}
     least = loss(shipped, rows, begin)
     for key, value in shipped.items():
