@@ -124,18 +124,22 @@ def refits(begin: Values) -> dict[str, Values]:
     }
 
 
-def carriers(values: Values, rows: Sequence[Measurement]) -> dict[tuple[str, str, str], list[str]]:
-    """For each constant the tables of ``rows`` that carry it: a step of 10 % moves their times by ``CARRIED``."""
-    tables: dict[str, list[Measurement]] = defaultdict(list)
-    for row in rows:
-        tables[row.table].append(row)
-    before = {id(row): predicted(row, values) for row in rows}
+Moved = dict[tuple[str, str, str], tuple[list[str], float]]
 
-    def moved(key: tuple[str, str, str], found: Sequence[Measurement]) -> float:
-        other = values | {key: values[key] / 1.1}
-        return sum(abs(predicted(row, other) / before[id(row)] - 1) for row in found) / len(found)
 
-    return {key: sorted(name for name, found in tables.items() if moved(key, found) >= CARRIED) for key in values}
+def carriers(values: Values, rows: Sequence[Measurement]) -> Moved:
+    """For each constant the tables of ``rows`` that carry it, which a step of 10 % moves by ``CARRIED``, and the
+    relative change of the row that moves most by that of the constant."""
+    before = [predicted(row, values) for row in rows]
+    found = {}
+    for key, value in values.items():
+        tables: dict[str, list[float]] = defaultdict(list)
+        for row, seconds in zip(rows, before, strict=True):
+            moved = abs(math.log(predicted(row, values | {key: value / 1.1}) / seconds))
+            tables[row.table].append(moved)
+        carry = sorted(name for name, each in tables.items() if sum(each) / len(each) >= CARRIED)
+        found[key] = carry, float(f"{max(max(each) for each in tables.values()) / math.log(1.1):.2g}")
+    return found
 
 
 def main() -> None:
@@ -148,11 +152,11 @@ def main() -> None:
     for (part, generation, name), value in values.items():
         kind = "kernels" if part in data["kernels"] else "runtimes"
         each = [found[part, generation, name] for found in (*without.values(), values)]
-        tables = carried[part, generation, name]
+        tables, effect = carried[part, generation, name]
         if len(tables) < FEWEST_TABLES:
             each += [float(f"{value * factor:.4g}") for factor in (1 - FEW, 1 + FEW)]
         entries = data[kind][part][generation]
-        entries[name] |= {"value": value, "range": [min(each), max(each)], "tables": tables}
+        entries[name] |= {"value": value, "range": [min(each), max(each)], "tables": tables, "effect": effect}
         if name == "flash_forward":
             entries["flash_backward"]["value"] = float(f"{value * FLASH_BACKWARD:.3g}")
     path.write_text(written(data), encoding="utf-8")

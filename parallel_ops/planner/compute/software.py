@@ -115,6 +115,7 @@ class Fitted(NamedTuple):
         value: as shipped.
         low, high: its values in fits that leave out one table each; at least 10 % around a value of few tables.
         tables: the tables whose errors it moves, of those that it was fitted to.
+        effect: the change of a step by a change of the constant, both relative, of the row that it moves most.
     """
 
     name: str
@@ -122,11 +123,14 @@ class Fitted(NamedTuple):
     low: float
     high: float
     tables: tuple[str, ...]
+    effect: float
 
     @property
     def half_width(self) -> float:
-        """Relative half-width of its range if fewer tables than ``FEWEST_TABLES`` carry it, else 0."""
-        return 0.0 if len(self.tables) >= FEWEST_TABLES else (self.high - self.low) / (self.high + self.low)
+        """Relative half-width of a step over its range if fewer tables than ``FEWEST_TABLES`` carry it, else 0."""
+        if len(self.tables) >= FEWEST_TABLES:
+            return 0.0
+        return self.effect * (self.high - self.low) / (self.high + self.low)
 
 
 @functools.cache
@@ -134,7 +138,14 @@ def fitted_constants() -> tuple[Fitted, ...]:
     """All constants of software that were fitted to published runs."""
     data = _file()
     return tuple(
-        Fitted(f"{part}/{key}/{name}", entry["value"], min(entry["range"]), max(entry["range"]), tuple(entry["tables"]))
+        Fitted(
+            name=f"{part}/{key}/{name}",
+            value=entry["value"],
+            low=min(entry["range"]),
+            high=max(entry["range"]),
+            tables=tuple(entry["tables"]),
+            effect=entry["effect"],
+        )
         for kind in ("kernels", "runtimes")
         for part, keys in data[kind].items()
         for key, entries in keys.items()
@@ -145,7 +156,7 @@ def fitted_constants() -> tuple[Fitted, ...]:
 
 @functools.cache
 def uncertainty(generation: str, gpu: str, software: str) -> float:
-    """The largest relative half-width of the constants that an estimate uses and that few tables carry."""
+    """The largest relative half-width of a step over the ranges of the constants that few tables carry."""
     used = {f"{part}/{key}" for part in era(software).parts for key in ("all", generation, gpu)}
     found = (each.half_width for each in fitted_constants() if each.name.rpartition("/")[0] in used)
     return max(found, default=0.0)
