@@ -200,12 +200,12 @@ def test_floats_are_floats_for_triton(monkeypatch):
     """The dispatcher turns ints into floats where the schema says so; Triton would compile another kernel for them."""
     seen = []
     kernel = _registration._kernel(
-        torch.ops.parallel_ops.scaled_masked_softmax.default, None, lambda scores, mask, sink, scale: seen.append(scale)
+        torch.ops.parallel_ops.scaled_masked_softmax.default, lambda scores, mask, sink, scale: seen.append(scale)
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
     class OnCuda:
-        is_cpu, is_cuda, device = False, True, torch.device("cpu")
+        is_cuda, device = True, torch.device("cpu")
 
     kernel(OnCuda(), None, None, 1)
     assert seen == [1.0]

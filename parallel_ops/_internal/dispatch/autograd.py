@@ -46,7 +46,7 @@ _profiler = getattr(torch.autograd, "_profiler_enabled", _always)
 class Op(Generic[P, R]):
     """A torch op as a function of the same arguments, all positional.
 
-    It runs ``kernel``, or ``apply`` with gradients, if nothing observes the call, and else the dispatched op.
+    It runs a kernel, or ``apply`` with gradients, if nothing observes the call, and else the dispatched op.
 
     Attributes:
         dispatched: the op itself. Unlike the function, it always returns the outputs that only a backward needs.
@@ -186,7 +186,7 @@ def differentiable_op(
     others = () if differentiable is None else (None,) * (len(op._schema.returns) - differentiable)
 
     def forward(ctx: Any, *args: Any) -> object:
-        output: Any = kernel(*args)
+        output: Any = (cpu if args[0].is_cpu else kernel)(*args)
         setup_context(ctx, args, output)
         return (*output[:differentiable], *others) if others else output
 

@@ -71,7 +71,7 @@ def register(
         assert outputs is not None and launch is not None
         cuda = _launching(outputs, launch)
     on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
-    kernel = _kernel(op, on_cpu, cuda)
+    kernel = _kernel(op, cuda)
     cuda_kernels[name] = cuda
     _library.impl(name, _on_its_device(cuda), "CUDA")
     if cpu is not None:
@@ -89,16 +89,14 @@ def register(
     return call
 
 
-def _kernel(op: torch._ops.OpOverload, on_cpu: Callable[..., R], cuda: Callable[..., R]) -> Callable[..., R]:
-    """The kernel of the device of the first argument, called without the dispatcher."""
+def _kernel(op: torch._ops.OpOverload, cuda: Callable[..., R]) -> Callable[..., R]:
+    """The kernel of the device of the first argument, unless that is the CPU, called without the dispatcher."""
     # The dispatcher would make floats of ints, and Triton compiles other kernels for ints.
     floats = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "float"]
     on_its_device = _on_its_device(cuda)
 
     def kernel(*args: Any) -> R:
         first = args[0]
-        if first.is_cpu:
-            return on_cpu(*args)
         if not first.is_cuda:
             return op(*args)
         for i in floats:
