@@ -71,9 +71,14 @@ def transport_of(group: ProcessGroup, device: torch.device) -> Transport:
     Raises: ValueError: ``PARALLEL_OPS_TRANSPORT`` is neither ``nccl`` nor ``c10d`` on a rank, on all of them; or a rank
         has no NCCL that can be used.
     """
-    chosen = _chosen.get(group) or _named(group, device)
+    chosen = _chosen.get(group) or os.environ.get(_VARIABLE, "c10d")
     if not isinstance(chosen, str):
         return chosen
+    if chosen not in _NAMES:
+        message = f"{_VARIABLE} must be nccl or c10d, got {chosen!r}"
+        # The ranks whose value is right make another call, and raise too.
+        check_consistency(group, CallSignature("transport", (message,), message), device, known=False)
+        raise shared_error(group, f"transport: {message}")
     if chosen == "c10d" or device.type != "cuda":
         return C10dTransport(group)
     if (found := _nccl.get(group)) is None:
@@ -85,13 +90,3 @@ def transport_of(group: ProcessGroup, device: torch.device) -> Transport:
                 group.group_name,
             )
     return found
-
-
-def _named(group: ProcessGroup, device: torch.device) -> str:
-    name = os.environ.get(_VARIABLE, "c10d")
-    if name not in _NAMES:
-        message = f"{_VARIABLE} must be nccl or c10d, got {name!r}"
-        # The ranks whose value is right make another call, and raise too.
-        check_consistency(group, CallSignature("transport", (message,), message), device, known=False)
-        raise shared_error(group, f"transport: {message}")
-    return name
