@@ -16,10 +16,9 @@ size later on some ranks of the group only, the others do not notice: use anothe
 Source: Shoeybi et al., arXiv:1909.08053 (vocabulary parallelism).
 """
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -152,24 +151,12 @@ def row_losses(
     return loss, column, saved
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Shard sizes of a group, in rank order, and this rank's place in it.
+class Layout(NamedTuple):
+    """How a group shards a vocabulary."""
 
-    Attributes:
-        start: first column of this rank's shard. vocab: size of the whole vocabulary.
-    """
-
-    sizes: tuple[int, ...]
-    rank: int
-
-    @property
-    def start(self) -> int:
-        return sum(self.sizes[: self.rank])
-
-    @property
-    def vocab(self) -> int:
-        return sum(self.sizes)
+    start: int  # first column of this rank's shard
+    vocab: int  # size of the whole vocabulary
+    widest: int  # size of the largest shard
 
 
 _NONE = (-1, 0)
@@ -201,10 +188,13 @@ def agreed_layout(
     call = CallSignature(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
     answers = check_consistency(group, call, target.device, known=cols in layouts)
     if answers is not None:
-        layouts[cols] = layout = Layout(tuple(own[0] for own in answers), group.rank())
-        for rank, (_, *of_rank) in enumerate(answers):
-            if _outside(of_rank, layout):
-                raise shared_error(group, _bad_target(op, of_rank, layout, f" (on rank {rank})"))
+        sizes = [size for size, *_ in answers]
+        vocab = sum(sizes)
+        layouts[cols] = Layout(sum(sizes[: group.rank()]), vocab, max(sizes))
+        for rank, (_, row, value) in enumerate(answers):
+            if row >= 0 and not 0 <= value < vocab:
+                bad = f"target {value} in row {row} (on rank {rank}) is outside the vocabulary [0, {vocab})"
+                raise shared_error(group, f"{op}: {bad} and is not ignore_index")
     return layouts[cols]
 
 
@@ -215,14 +205,3 @@ def _furthest(target: Tensor, ignore_index: int) -> Sequence[int]:
     size = torch.where(flat < 0, torch.iinfo(torch.int64).max, flat).masked_fill(flat == ignore_index, -1)
     row = int(size.argmax()) if size.numel() else -1
     return _NONE if row < 0 or size[row] < 0 else (row, int(flat[row]))
-
-
-def _outside(furthest: Sequence[int], layout: Layout) -> bool:
-    row, value = furthest
-    return row >= 0 and not 0 <= value < layout.vocab
-
-
-def _bad_target(op: str, furthest: Sequence[int], layout: Layout, where: str) -> str:
-    row, value = furthest
-    inside = f"the vocabulary [0, {layout.vocab})"
-    return f"{op}: target {value} in row {row}{where} is outside {inside} and is not ignore_index"

@@ -85,7 +85,7 @@ def agreed(
     group = resolve_group(chunking.group)
     form = (*chunking.same, weight.shape[1], weight.itemsize, bias is None, *kind)
     layout = agreed_layout(op, group, weight.shape[0], target, options, form)
-    return group, layout, max(layout.sizes)
+    return group, layout, layout.widest
 
 
 def agreed_backward(
@@ -97,7 +97,7 @@ def agreed_backward(
     group, rows = resolve_group(chunking.group), grad.numel()
     call = CallSignature(f"backward of {op}", (rows, *kind, *chunking.same), f"{rows} rows")
     check_consistency(group, call, grad.device)
-    return group, max(known_layout(group, weight.shape[0]).sizes)
+    return group, known_layout(group, weight.shape[0]).widest
 
 
 def in_forward(options: LossOptions, chunking: ChunkOptions) -> bool:
