@@ -81,22 +81,18 @@ def reduced(loss: Tensor, options: LossOptions, column: Tensor, saved: Tensor) -
     A mean divides by the number of rows that count, or by the sum of their targets' class weights.
     """
     if REDUCTIONS[options.reduction] != "mean":
-        return loss if options.per_row else _sum(loss), loss.new_ones(())
+        return loss if options.per_row else sum_in_pieces(loss), loss.new_ones(())
     if saved.shape[0] == saved_per_row(True, True):
-        weights = _sum(saved[4])
+        weights = sum_in_pieces(saved[4])
         divisor = torch.where(weights == 0, 1.0, weights)
     else:
         divisor = (column != COLUMN_IGNORED).sum().clamp(min=1).to(loss.dtype)
-    return _sum(loss) / divisor, divisor
-
-
-def _sum(loss: Tensor) -> Tensor:
-    return sum_in_pieces(loss) if loss.is_cpu else loss.sum()
+    return sum_in_pieces(loss) / divisor, divisor
 
 
 def sum_in_pieces(t: Tensor) -> Tensor:
     """The sum of all elements with the same bits at any thread count."""
-    while t.numel() > _ONE_PIECE:
+    while t.is_cpu and t.numel() > _ONE_PIECE:
         t = torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 1024)).view(-1, 1024).sum(1)
     return t.sum()
 
