@@ -95,18 +95,16 @@ class Chunks:
             all_gather_single(gathered, h.contiguous(), group=group)
             h = gathered
         if self.count == 1:
-            return h, self._scaled(F.linear(h, self.weight, self.bias))
-        if self._buffer is None:
-            self._buffer = self.weight.new_empty((self.rows * self.options.parts, self.weight.shape[0]))
-        z = self._buffer[: h.shape[0]]
-        if self.bias is None:
-            torch.mm(h, self.weight.t(), out=z)
+            z = F.linear(h, self.weight, self.bias)
         else:
-            torch.addmm(self.bias, h, self.weight.t(), out=z)
-        return h, self._scaled(z)
-
-    def _scaled(self, z: Tensor) -> Tensor:
-        return z if self._scale == 1.0 else z.mul_(self._scale)
+            if self._buffer is None:
+                self._buffer = self.weight.new_empty((self.rows * self.options.parts, self.weight.shape[0]))
+            z = self._buffer[: h.shape[0]]
+            if self.bias is None:
+                torch.mm(h, self.weight.t(), out=z)
+            else:
+                torch.addmm(self.bias, h, self.weight.t(), out=z)
+        return h, z if self._scale == 1.0 else z.mul_(self._scale)
 
     def add_gradients(self, i: int, h: Tensor, dz: Tensor, group: ProcessGroup | None) -> None:
         """Adds the gradients of chunk ``i``: rows of hidden ``h``, gradient of their logits ``dz``."""
