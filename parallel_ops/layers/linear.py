@@ -17,16 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 from typing_extensions import Unpack
 
 from parallel_ops._internal.distributed.groups import check_sizes, group_rank
-from parallel_ops._internal.gradients.weight_gradients import Target
 from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.layers.initialization import InitFn
-from parallel_ops.layers.linear_base import (
-    LinearArguments,
-    ParallelLinear,
-    SummedRows,
-    add_residual,
-    column_linears,
-)
+from parallel_ops.layers.linear_base import LinearArguments, ParallelLinear, add_residual, column_linears
 from parallel_ops.layers.lora import row_adapter
 from parallel_ops.layers.parameters import check_input, ensure_divisible, propagates_errors, to_local
 from parallel_ops.ops.float8_linear import float8_linear
@@ -89,17 +82,6 @@ class ColumnParallelLinear(ParallelLinear):
         self.rows = rows
         if rows is None:
             ensure_divisible("ColumnParallelLinear", "out_features", out_features, self.ranks)
-
-    def weight_gradient(self) -> Target:
-        target = super().weight_gradient()
-        if target is None or self.rows is None or self.group is None:
-            return target
-        if isinstance(target, Tensor):
-            raise ValueError(
-                "ColumnParallelLinear: main_grad cannot be used for a weight that is whole on every rank, since its "
-                "gradients are summed over the ranks; leave it out there"
-            )
-        return SummedRows(self.weight, self.rows, self.group)
 
     @propagates_errors
     def forward(self, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:

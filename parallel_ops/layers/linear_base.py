@@ -144,7 +144,8 @@ class ParallelLinear(ShardedModule):
         """The ``main_grad`` argument of the linear ops: where the weight's gradient goes; ``None`` for autograd.
 
         Raises:
-            ValueError: FSDP has replaced the parameter for which ``main_grad`` or ``deferred`` was set.
+            ValueError: FSDP has replaced the parameter for which ``main_grad`` or ``deferred`` was set; or a
+                ``main_grad`` of a weight that is whole on every rank.
         """
         if self._main_grad is None and (self._deferred is None or not self.weight.requires_grad):
             return None
@@ -156,6 +157,13 @@ class ParallelLinear(ShardedModule):
                 "would not reduce these gradients; leave them out (FSDP2 accumulates in the reduce_dtype of its "
                 "MixedPrecisionPolicy)"
             )
+        if self.rows is not None and self.group is not None:
+            if self._main_grad is not None:
+                raise ValueError(
+                    "ColumnParallelLinear: main_grad cannot be used for a weight that is whole on every rank, since "
+                    "its gradients are summed over the ranks; leave it out there"
+                )
+            return SummedRows(self.weight, self.rows, self.group)
         return ParameterGrad(self.weight) if self._main_grad is None else self._main_grad
 
     @property
@@ -215,34 +223,31 @@ def column_linears(
             targets=targets, shared=shared,
         )  # fmt: skip
         return quantized, biases
-    special = any(target is not None for target in targets)
     adapted: list[Tensor | None] = [None] * len(linears)
     if any(linear.lora is not None for linear in linears):
         adapted = column_adapters(
             x, [linear.lora for linear in linears], rows[: len(linears)],
             sequence_parallel=first.sequence_parallel, sizes=sizes,
         )  # fmt: skip
-    if not special and first.group is None:
-        return _sums([F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], adapted), biases
-    given = None
-    if any(b is not None for b in added):  # all of them, or zeros in the place of one
-        given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
-    options: dict[str, Any] = {
-        "group": first.group,
-        "overlap": first.overlap,
-        "grad_reduce": first.grad_reduce,
-        "main_grad": targets if special else None,
-        "deferred": first.deferred,
-    }
-    if first.sequence_parallel:
-        outputs = all_gather_linear(x, weights, given, sizes=sizes, **options)
+    outputs: Sequence[Tensor]
+    if first.group is None and not any(target is not None for target in targets):
+        outputs = [F.linear(x, w, b) for w, b in zip(weights, added, strict=True)]
     else:
-        outputs = column_parallel_linear(x, weights, given, **options)
-    return _sums(outputs, adapted), biases
-
-
-def _sums(outputs: Sequence[Tensor], adapted: Sequence[Tensor | None]) -> list[Tensor]:
-    return [y if more is None else y + more.to(y.dtype) for y, more in zip(outputs, adapted, strict=True)]
+        given = None
+        if any(b is not None for b in added):  # all of them, or zeros in the place of one
+            given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
+        options: dict[str, Any] = {
+            "group": first.group,
+            "overlap": first.overlap,
+            "grad_reduce": first.grad_reduce,
+            "main_grad": targets,
+            "deferred": first.deferred,
+        }
+        if first.sequence_parallel:
+            outputs = all_gather_linear(x, weights, given, sizes=sizes, **options)
+        else:
+            outputs = column_parallel_linear(x, weights, given, **options)
+    return [y if more is None else y + more.to(y.dtype) for y, more in zip(outputs, adapted, strict=True)], biases
 
 
 def add_residual(
