@@ -96,6 +96,7 @@ class ColumnParallelLinear(ParallelLinear):
 
         Sharding: x replicated, or S(0) with ``sequence_parallel``; the result S(-1).
         """
+        check_input(type(self).__name__, x, self.weight)
         return column_linears(x, [self], sizes=sizes)[0][0]
 
 

@@ -16,7 +16,7 @@ from parallel_ops._internal.gradients.weight_gradients import ParameterGrad, Tar
 from parallel_ops.comm import all_gather, copy_to_group, primitives
 from parallel_ops.layers.initialization import InitFn, init_sharded_, uniform
 from parallel_ops.layers.lora import LoraAdapter, column_adapters
-from parallel_ops.layers.parameters import ShardedModule, check_input, empty_parameter, to_local
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, to_local
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.ops.float8_recipes import Precision
@@ -190,11 +190,11 @@ def column_linears(
     """Outputs and biases of several column-parallel linears with the same input, which is gathered once.
 
     Args:
+        x: fits the weights, by ``check_input``.
         linears: on one mesh, with the same options.
         add_bias: ``False`` if the next op adds the returned biases.
     """
     first = linears[0]
-    check_input(type(first).__name__, x, first.weight)
     targets = [linear.weight_gradient() for linear in linears]
     # A replicated weight used in part has a partial gradient, summed over ranks.
     partial = [linear.rows is not None for linear in linears]
