@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.distributed.compat import resolve_group
 from parallel_ops._internal.distributed.groups import GradReduce, check_sizes
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
@@ -225,8 +226,8 @@ class _AllGatherLinear(LinearOp):
         same = x.shape[1:], len(weights), len(biases)
         call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}", weights)
         if call.symmetric:
-            symmetric.check(_NAME, call.process_group(), x, call.sizes)
-            _, products = symmetric.gather_and_multiply(call.process_group(), matrix(x), weights, each)
+            symmetric.check(_NAME, resolve_group(call.group), x, call.sizes)
+            _, products = symmetric.gather_and_multiply(resolve_group(call.group), matrix(x), weights, each)
             return [symmetric.owned(y, (sum(call.sizes), *x.shape[1:-1], y.shape[1])) for y in products]
         return run(call.chunks("gather", transport, x, sum(w.shape[0] for w in weights), x.shape[-1], run))
 

@@ -11,7 +11,6 @@ a half, run when its queue is computed.
 """
 
 import abc
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -146,10 +145,6 @@ class LinearOp(abc.ABC):
             biases = zip(summed, call.needs_biases(len(weights)), strict=False)
             return [dx, *dweights, *(dy.sum(0) if n else None for dy, n in biases)]
 
-    def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _autocast_disabled(x):
-            return self.forward(call, x, weights, biases)
-
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
         return self.forward(GroupCall(self.name, *arguments), x, weights, biases)
 
@@ -187,7 +182,7 @@ class LinearOp(abc.ABC):
 
     def _autograd(self, ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         x, weights = _saved(ctx, grads)
-        call = dataclasses.replace(ctx.call, needs=_requested(ctx))
+        call = ctx.call._replace(needs=_requested(ctx))
         group, sizes, overlap, _, *more = ctx.arguments
         dx, dweights, dbiases = self._backward_op(x, grads, weights, group, sizes, overlap, call.needs, *more)
         n = len(weights)
@@ -252,8 +247,9 @@ class _Linear(torch.autograd.Function):
             # A mode sees one op, as without targets: selective recomputation keeps its output, and must not keep
             # buffers that the forward writes to.
             dispatched: Any = op._op.dispatched
-            return tuple(dispatched(x, weights, biases, *call.arguments()[: len(dispatched._schema.arguments) - 3]))
-        return tuple(op.run(call, x, weights, biases))
+            return tuple(dispatched(x, weights, biases, *call[1 : len(dispatched._schema.arguments) - 2]))
+        with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _autocast_disabled(x):
+            return tuple(op.forward(call, x, weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,7 +259,7 @@ class _Linear(torch.autograd.Function):
 def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weights = _saved(ctx, grads)
     needs = _requested(ctx)
-    call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
+    call = ctx.call if needs == ctx.call.needs else ctx.call._replace(needs=needs)
     n, postponed = len(weights), list[DeferredFactors]()
     of_weights = call.needs_weights(n)
     if ctx.deferred is not None and any(of_weights):
@@ -271,11 +267,11 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             postponed = [DeferredFactors(target) for target in ctx.targets]
         else:
             nothing = [False] * len(call.needs)
-            later = dataclasses.replace(call, needs=[False, *of_weights, *nothing[1 + n :]])
+            later = call._replace(needs=[False, *of_weights, *nothing[1 + n :]])
             shapes = [_shaped(x, w.shape) for w in weights]
             compute = functools.partial(ctx.op.gradients, later, list(grads), x, shapes, ctx.targets)
             ctx.deferred.push(after_backward(compute, x, *grads))
-            call = dataclasses.replace(call, needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
+            call = call._replace(needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
     gradients = ctx.op.gradients(call, list(grads), x, weights, postponed or ctx.targets)
     for each in postponed:
         if each.factors:  # of a weight that is not frozen

@@ -9,7 +9,7 @@ auto        ``off`` or the number of chunks that is the fastest (``choose.py``)
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,9 +109,8 @@ class LinearOptions:
     partial_bias: bool | None = None  # of ops that have one
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupCall:
-    """The non-tensor arguments of the op."""
+class GroupCall(NamedTuple):
+    """An op and its arguments after the tensors, in the order of the schemas; most have no ``partial_bias``."""
 
     op: str
     group: str | None
@@ -125,22 +124,14 @@ class GroupCall:
     def symmetric(self) -> bool:
         return self.overlap == SYMMETRIC
 
-    def arguments(self) -> tuple[object, ...]:
-        """The fields as ops take them after their tensors; most ops have no ``partial_bias``, the last one."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[1:])
-
     def needs_weights(self, count: int) -> list[bool]:
         return self.needs[1 : 1 + count]
 
     def needs_biases(self, count: int) -> list[bool]:
         return self.needs[1 + count :]
 
-    def process_group(self) -> ProcessGroup:
-        """The group of a call that has one."""
-        return resolve_group(self.group)
-
     def transport(self, device: torch.device) -> Transport | None:
-        return None if self.group is None else transport_of(self.process_group(), device)
+        return None if self.group is None else transport_of(resolve_group(self.group), device)
 
     def check_consistency(
         self, transport: Transport, x: Tensor, same: tuple[object, ...], shape: Callable[[], str],
@@ -166,14 +157,14 @@ class GroupCall:
             return f"{words}, weights of {measured}" if measured else words
 
         signature = CallSignature(self.op, (x.dtype, *same, *options, *measured), text)
-        check_consistency(self.process_group(), signature, x.device)
+        check_consistency(resolve_group(self.group), signature, x.device)
 
     def check_backward(self, grads: Sequence[Tensor]) -> None:
         """Raises on all ranks unless all run the same backward; the ranks may have different output features."""
         grad, shapes = grads[0], tuple(g.shape[1:-1] for g in grads)
         same = (grad.dtype, shapes, tuple(self.sizes), self.overlap, tuple(self.needs))
         text = f"gradients of {[list(g.shape) for g in grads]} {grad.dtype}, requires_grad={self.needs}"
-        check_consistency(self.process_group(), CallSignature(f"backward of {self.op}", same, text), grad.device)
+        check_consistency(resolve_group(self.group), CallSignature(f"backward of {self.op}", same, text), grad.device)
 
     def chunks(
         self, phase: Phase, transport: Transport, like: Tensor, columns: int, inner: int, run: Callable[[int], object]
@@ -193,7 +184,7 @@ class GroupCall:
             phase, roughly(sum(rows)), columns, inner, roughly(sent[phase] * like.itemsize), transport.size,
             self.exact, like.dtype, transport.capabilities.name,
         )  # fmt: skip
-        return choose.choose(product, like.device, self.process_group(), run)
+        return choose.choose(product, like.device, resolve_group(self.group), run)
 
 
 def rows_of(sizes: Sequence[int], t: Tensor) -> list[int]:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.distributed.compat import resolve_group
 from parallel_ops._internal.distributed.groups import GradReduce, check_sizes, group_rank
 from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
@@ -179,7 +180,7 @@ class _LinearReduceScatter(LinearOp):
         return check_sizes(_NAME, "sizes", sizes, group, 0, whole=x)
 
     def rows(self, call: GroupCall) -> int:
-        return call.sizes[0 if call.group is None else group_rank(call.process_group())]
+        return call.sizes[0 if call.group is None else group_rank(resolve_group(call.group))]
 
     @communicates
     def forward(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
@@ -195,8 +196,8 @@ class _LinearReduceScatter(LinearOp):
             transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights
         )
         if call.symmetric:
-            symmetric.check(_NAME, call.process_group(), x.new_empty((0, weight.shape[0])), call.sizes)
-            total = symmetric.multiply_and_scatter(call.process_group(), matrix(x), weight)
+            symmetric.check(_NAME, resolve_group(call.group), x.new_empty((0, weight.shape[0])), call.sizes)
+            total = symmetric.multiply_and_scatter(resolve_group(call.group), matrix(x), weight)
             y = symmetric.owned(total, (call.sizes[transport.rank], *x.shape[1:-1], weight.shape[0]))
             return [y if bias is None else y.add_(bias)]
         return [run(call.chunks("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
@@ -216,7 +217,7 @@ class _LinearReduceScatter(LinearOp):
         if transport is None or not call.needs[0]:
             dx, whole = run(OFF)
         elif call.symmetric:
-            whole, (dx,) = symmetric.gather_and_multiply(call.process_group(), matrix(grad), [weight.t()], [None])
+            whole, (dx,) = symmetric.gather_and_multiply(resolve_group(call.group), matrix(grad), [weight.t()], [None])
             dx = dx.view(x.shape)
         else:
             dx, whole = run(call.chunks("gather", transport, grad, weight.shape[1], weight.shape[0], run))
