@@ -30,6 +30,7 @@ Overlap = Literal["auto", "off", "symmetric"] | int
 # Codes in the ops' schemas; positive numbers are chunks of each rank's shard.
 AUTO, SYMMETRIC = -1, -2
 _WORDS: dict[str, int] = {"auto": AUTO, "off": OFF, "symmetric": SYMMETRIC}
+_CODES = {code: word for word, code in _WORDS.items()}
 
 
 def encode(op: str, overlap: Overlap) -> int:
@@ -41,12 +42,6 @@ def encode(op: str, overlap: Overlap) -> int:
     words = ", ".join(map(repr, _WORDS))
     message = f"{op}: overlap must be one of {words} or a number of chunks of at least 1, got {overlap!r}"
     raise ValueError(message) if isinstance(overlap, int | str) else TypeError(message)
-
-
-def decode(code: int) -> Overlap:
-    """The inverse of ``encode``."""
-    words = {number: word for word, number in _WORDS.items()}
-    return words.get(code, code)  # type: ignore[return-value]
 
 
 def check_arguments(
@@ -151,7 +146,7 @@ class GroupCall(NamedTuple):
         def text() -> str:
             even = len(set(self.sizes)) == 1
             sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
-            overlap = decode(self.overlap)
+            overlap = _CODES.get(self.overlap, self.overlap)
             words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
             words += "" if self.exact else ", grad_reduce='backend'"
             return f"{words}, weights of {measured}" if measured else words
