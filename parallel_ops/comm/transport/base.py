@@ -68,19 +68,7 @@ class Transport(abc.ABC):
     """One rank's end of a group. This class checks chunks and has no collectives."""
 
     def __init__(self, rank: int, size: int, capabilities: Capabilities) -> None:
-        self._rank, self._size, self._capabilities = rank, size, capabilities
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+        self.rank, self.size, self.capabilities = rank, size, capabilities
 
     def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         """Starts all transfers as one batch and returns their handles in the same order.

@@ -69,9 +69,9 @@ class Counting(C10dTransport):
 
     posted = 0
 
-    @property
-    def capabilities(self):
-        return dataclasses.replace(super().capabilities, name="counting")
+    def __init__(self, group):
+        super().__init__(group)
+        self.capabilities = dataclasses.replace(self.capabilities, name="counting")
 
     def post(self, op, chunks):
         Counting.posted += 1

@@ -152,7 +152,7 @@ def refused_chunks(rank: int) -> list[str]:
             transport = C10dTransport(group)
         if backend != "gloo":
             types = tuple(part.partition(":")[0] for part in backend.split(","))
-            transport._capabilities = dataclasses.replace(transport.capabilities, device_types=types)
+            transport.capabilities = dataclasses.replace(transport.capabilities, device_types=types)
         try:
             transport.post("op", [Send(tensor, 1 - rank) for tensor in tensors])
         except ValueError as error:
