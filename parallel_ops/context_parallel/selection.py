@@ -47,6 +47,7 @@ class _Candidate(NamedTuple):
         return self.seconds, self.area, self.sent
 
 
+@functools.lru_cache(maxsize=1024)
 def select(shape: AttentionShape, link: Link | None) -> Selection:
     """The fastest algorithm, or without ``link`` the one that sends fewest bytes; ties go to ring, then all-gather."""
     return _described(_candidates(shape, link), shape.ranks, link, with_layout=False)
