@@ -20,7 +20,6 @@ others have made before, the group's timeout ends it, or gloo aborts a process t
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import CodeType, TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -70,8 +69,7 @@ _thread = _Thread()
 F = TypeVar("F", bound=Callable[..., object])
 
 
-@dataclasses.dataclass(frozen=True)
-class CallSignature:
+class CallSignature(NamedTuple):
     """A call as the other ranks see it.
 
     Args:
