@@ -84,16 +84,16 @@ def chunk_costs(
     for count, (shape, sparse) in zip(layers, model.kinds, strict=True):
         if count:
             layer, exposed = layer_costs(shape, cluster, gpu, constants, work, sparse, paired)
-            compute, waits = compute.plus(layer, count), waits.plus(exposed, count)
+            compute, waits = compute + layer.times(count), waits + exposed.times(count)
     first, last = ends_read(model, ends)
     if first:
-        waits = waits.plus(end_traffic(model, cluster, work, constants, last=False).exposed, first)
+        waits += end_traffic(model, cluster, work, constants, last=False).exposed.times(first)
     if last:
         exposed = end_traffic(model, cluster, work, constants, last=True).exposed
         host = constants.host if work.cuda_graph == "none" else 0.0
-        compute = compute.plus(launched(head_passes(model, gpu, constants, work), exposed, host, 1), last)
-        compute = compute.plus(PassTimes(constants.serial, constants.serial, 0.0), last)
-        waits = waits.plus(exposed, last)
+        compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1).times(last)
+        compute += PassTimes(constants.serial, constants.serial, 0.0).times(last)
+        waits += exposed.times(last)
     return compute, waits
 
 

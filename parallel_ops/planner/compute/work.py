@@ -22,14 +22,6 @@ class PassTimes(NamedTuple):
             self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
         )
 
-    def plus(self, other: "PassTimes", count: float) -> "PassTimes":
-        """``count`` times the ``other`` ones beside these."""
-        return PassTimes(
-            self.forward + other.forward * count,
-            self.input_grad + other.input_grad * count,
-            self.weight_grad + other.weight_grad * count,
-        )
-
     def times(self, factor: float) -> "PassTimes":
         """All three, multiplied by ``factor``."""
         return PassTimes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)

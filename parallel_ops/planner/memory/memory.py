@@ -147,7 +147,6 @@ class PlanMemory:
         self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
         self._reserved = 1 + self._fragmentation
         self._fixed: dict[int, FixedMemory] = {}
-        self._held: dict[tuple[int, str], float] = {}
 
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
@@ -173,11 +172,8 @@ class PlanMemory:
     def needs(self, stage: int, recompute: str, offload: str) -> tuple[float, ...]:
         """The parts of ``total``, of which offload changes the activations only: parameters and gradients, optimizer,
         parameters alone, activations with the ends of the model, logits, buffers."""
-        found = self._fixed.get(stage) or self.fixed(stage)
-        key = stage, recompute
-        activations = self._held.get(key)
-        if activations is None:
-            activations = self._held[key] = self._activations(found, recompute)
+        found = self.fixed(stage)
+        activations = self._activations(found, recompute)
         if "activations" in offload:
             activations *= self._resident(found, offload)
         states, held = found.parameters + found.gradients, activations + (found.embedding + found.head)
