@@ -76,7 +76,7 @@ def test_a_constant_that_few_tables_carry_is_a_range_that_widens_the_band():
     for cluster, software in (("tpu-v5px8", "maxtext-2024"), ("a800x8", "deepspeed-2024")):
         found = presets.cluster(cluster)
         few = uncertainty(found.gpu.generation, found.gpu.name, software)
-        assert 0.05 <= few <= error_band(found, plan, software=software).time
+        assert 0.08 <= few <= error_band(found, plan, software=software).time
     assert uncertainty("ampere", "a100-80", "megatron-2021") == 0
 
 
