@@ -50,8 +50,7 @@ def device_slug(device: torch.device) -> str:
     """``nvidia-h200``, or for a CPU its name and the number of its cores that this process may use."""
     if device.type == "cuda":
         return _slug(torch.cuda.get_device_name(device))
-    cores = processors()
-    return f"{_slug(_cpu_name())}-{cores}-cores"
+    return f"{_slug(_cpu_name())}-{processors()}-cores"
 
 
 def last_level_cache_bytes(device: torch.device) -> int:
