@@ -38,7 +38,8 @@ def rank_passes(
 ) -> RankPassTimes:
     """Passes of the ranks of a pipeline. ``paired``: see ``layer_costs``."""
     kinds, kind_of = _kinds_of_rank(model, cluster, layout)
-    found = [chunk_costs(model, cluster, gpu, constants, work, layers, ends, paired) for layers, ends, gpu in kinds]
+    costs = {gpu: costs_of(model, cluster, gpu, constants, work, paired) for gpu in {gpu for *_, gpu in kinds}}
+    found = [costs[gpu].of_chunk(layers, ends) for layers, ends, gpu in kinds]
     each = [compute.total + waits.total for compute, waits in found]
     totals = [each[kind] for kind in kind_of]
     busy = max(totals)
@@ -62,39 +63,62 @@ def _kinds_of_rank(model: Model, cluster: Cluster, layout: StageLayout) -> tuple
     return tuple(kinds), tuple(kind_of)
 
 
-@lru_cache(maxsize=65536)
-def chunk_costs(
-    model: Model,
-    cluster: Cluster,
-    gpu: GPU,
-    constants: Efficiency,
-    work: Work,
-    layers: tuple[int, ...],
-    ends: tuple[bool, bool],
-    paired: bool,
-) -> tuple[PassTimes, PassTimes]:
-    """Compute and exposed communication of one chunk of layers, per micro-batch.
+class Costs(NamedTuple):
+    """Compute and exposed communication of one micro-batch, of the parts of a model on one GPU.
 
-    Args:
-        layers: numbers of layers of each of ``Model.kinds``.
-        ends: whether the chunk has the input embedding, and whether it has the output embedding and the loss.
-        paired: see ``layer_costs``.
+    Attributes:
+        model: the model.
+        layers: of one layer of each of ``Model.kinds``.
+        embedding: communication of the input embedding.
+        head: compute and communication of the output embedding and the loss.
+        serial: see ``Efficiency``.
     """
-    compute = waits = PassTimes(0.0, 0.0, 0.0)
-    for count, (shape, sparse) in zip(layers, model.kinds, strict=True):
-        if count:
-            layer, exposed = layer_costs(shape, cluster, gpu, constants, work, sparse, paired)
-            compute, waits = compute + layer.times(count), waits + exposed.times(count)
-    first, last = ends_read(model, ends)
-    if first:
-        waits += end_traffic(model, cluster, work, constants, last=False).exposed.times(first)
-    if last:
-        exposed = end_traffic(model, cluster, work, constants, last=True).exposed
-        host = constants.host if work.cuda_graph == "none" else 0.0
-        compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1).times(last)
-        compute += PassTimes(constants.serial, constants.serial, 0.0).times(last)
-        waits += exposed.times(last)
-    return compute, waits
+
+    model: Model
+    layers: tuple[tuple[PassTimes, PassTimes], ...]
+    embedding: PassTimes
+    head: tuple[PassTimes, PassTimes]
+    serial: PassTimes
+
+    def of_chunk(self, layers: tuple[int, ...], ends: tuple[bool, bool]) -> tuple[PassTimes, PassTimes]:
+        """Compute and exposed communication of one chunk of layers.
+
+        Args:
+            layers: numbers of layers of each of ``Model.kinds``.
+            ends: whether the chunk has the input embedding, and whether it has the output embedding and the loss.
+        """
+        compute = [(layer, count) for count, (layer, _) in zip(layers, self.layers, strict=True) if count]
+        waits = [(exposed, count) for count, (_, exposed) in zip(layers, self.layers, strict=True) if count]
+        if True in ends:
+            first, last = ends_read(self.model, ends)
+            waits.append((self.embedding, first))
+            if last:
+                compute += (self.head[0], last), (self.serial, last)
+                waits.append((self.head[1], last))
+        return _total(compute), _total(waits)
+
+
+def _total(parts: list[tuple[PassTimes, int]]) -> PassTimes:
+    forward = input_grad = weight_grad = 0.0
+    for each, count in parts:
+        forward += each.forward * count
+        input_grad += each.input_grad * count
+        weight_grad += each.weight_grad * count
+    return PassTimes(forward, input_grad, weight_grad)
+
+
+@lru_cache(maxsize=65536)
+def costs_of(model: Model, cluster: Cluster, gpu: GPU, constants: Efficiency, work: Work, paired: bool) -> Costs:
+    """The costs of the parts of a model. ``paired``: see ``layer_costs``."""
+    exposed = end_traffic(model, cluster, work, constants, last=True).exposed
+    host = constants.host if work.cuda_graph == "none" else 0.0
+    return Costs(
+        model,
+        tuple(layer_costs(shape, cluster, gpu, constants, work, sparse, paired) for shape, sparse in model.kinds),
+        end_traffic(model, cluster, work, constants, last=False).exposed,
+        (launched(head_passes(model, gpu, constants, work), exposed, host, 1), exposed),
+        PassTimes(constants.serial, constants.serial, 0.0),
+    )
 
 
 def ends_read(model: Model, ends: tuple[bool, bool]) -> tuple[int, int]:

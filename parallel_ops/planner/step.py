@@ -9,23 +9,27 @@ micro-batch of w seconds (ZeRO-0 to 2: one per step; ZeRO-3: each) and lengthens
 max(0, c - w) + interference * min(c, w); without overlap, by c. Copies around the collectives come on top.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.communication.network import repeat
-from parallel_ops.planner.communication.step_traffic import StepTraffic
+from parallel_ops.planner.cluster import Cluster, Interconnect
+from parallel_ops.planner.communication.network import repeat, transfer
+from parallel_ops.planner.communication.step_traffic import (
+    DataParallelTraffic,
+    PipelineTraffic,
+    host_copies,
+    sharding_key,
+)
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.work import work_of
-from parallel_ops.planner.memory.states import state_bytes, trained_parameters
+from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import beside, chunk_costs, ends_read, layer_costs, rank_passes
+from parallel_ops.planner.passes import beside, costs_of, ends_read, layer_costs, rank_passes
 from parallel_ops.planner.placement import (
     chunk_layers,
     chunk_rank,
-    expert_replicas,
-    group_size,
     head_rank,
     kind_counts,
     layer_counts,
@@ -60,21 +64,26 @@ class StepTime:
     ) -> None:  # fmt: skip
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
         self.gpus, self.micro_batches = cluster.stage_gpus(plan.pp), plan.micro_batches
-        known: dict[str, Any] = {}
-        if shared is not None:
-            known = shared.setdefault(tuple({**vars(plan), **_OUTSIDE}.values()), known)
-        self._known = known
-        if "passes" not in known:
+        shared = {} if shared is None else shared
+        self._known: dict[str, Any] = shared.setdefault(tuple({**vars(plan), **_OUTSIDE}.values()), {})
+        if "passes" not in self._known:
             of_layers = work_of(plan), stage_layout(plan), plan.hides_dispatch
-            known["passes"] = *of_layers, *rank_passes(model, cluster, constants, *of_layers)
-        self.work, self.layout, self.paired, self.slowest, self.passes, self.busy, self.others = known["passes"]
-        self.traffic = StepTraffic(model, cluster, plan, constants, self.slowest)
+            self._known["messages"] = PipelineTraffic(model, cluster, plan, constants)
+            self._known["passes"] = *of_layers, *rank_passes(model, cluster, constants, *of_layers)
+        self.messages: PipelineTraffic = self._known["messages"]
+        found = self._known["passes"]
+        self.work, self.layout, self.paired, self.slowest, self.passes, self.busy, self.others = found
+        key = sharding_key(plan, self.slowest)
+        if key not in shared:
+            shared[key] = DataParallelTraffic(model, cluster, plan, constants, self.slowest)
+        self.sharding: DataParallelTraffic = shared[key]
+        self.copied = host_copies(model, cluster, plan, self.sharding.owned, self.slowest)
 
     def seconds(self) -> float:
         """Step time, with a pipeline of equal ranks."""
         known = self._known
         if "pipeline" not in known:
-            known["pipeline"] = self.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
+            known["pipeline"] = self.micro_batches * self.busy + self._idle(self.messages.link) + self.gathers()
         pipeline: float = known["pipeline"]
         return pipeline + self.data_parallel() + self.optimizer() + self.host()
 
@@ -92,7 +101,7 @@ class StepTime:
 
     def gathers(self) -> float:
         """All-gathers of pipeline messages that are split over the tensor-parallel ranks."""
-        return 2 * self.micro_batches * self.plan.virtual_stages * self.traffic.blocking
+        return 2 * self.micro_batches * self.plan.virtual_stages * self.messages.blocking
 
     def simulation(self) -> Simulation:
         """The simulated pipeline schedule, with the times of its stages."""
@@ -111,11 +120,11 @@ class StepTime:
             rank = chunk_rank(chunk, plan.pp, plan.schedule in V_SHAPED)
             end = chunk == len(chunks) - 1
             kinds, ends = kind_counts(self.model, layers, head=end), (chunk == 0, end)
-            given = self.model, self.cluster, self.gpus[rank], self.constants, self.work
-            compute, waits = chunk_costs(*given, kinds, ends, self.paired)
+            of_gpu = self.model, self.cluster, self.gpus[rank], self.constants, self.work, self.paired
+            compute, waits = costs_of(*of_gpu).of_chunk(kinds, ends)
             passes.append(compute + waits)
         # Without overlap the message is part of the pass, except at the ends of the model.
-        link, last = self.traffic.link, len(passes) - 1
+        link, last = self.messages.link, len(passes) - 1
         sends = 0.0 if plan.overlap else link
         return Times(
             forward=[p.forward + (sends if chunk < last else 0.0) for chunk, p in enumerate(passes)],
@@ -142,8 +151,8 @@ class StepTime:
 
     def data_parallel(self) -> float:
         """Exposed data-parallel communication, with the copies around it."""
-        exposed = self._not_hidden(self.traffic.once, self.busy) + self.micro_batches * self._sharded()
-        return exposed + self.traffic.copies
+        exposed = self._not_hidden(self.sharding.once, self.busy) + self.micro_batches * self._sharded()
+        return exposed + self.sharding.copies
 
     def _sharded(self) -> float:
         """Exposed gathers and reductions of ZeRO-2 and 3, per micro-batch.
@@ -151,7 +160,7 @@ class StepTime:
         A layer's parameters are gathered while the previous layer runs, its gradients reduced while the next one does:
         the first gather and the last reduction of a pass are exposed.
         """
-        forward, backward = self.traffic.each
+        forward, backward = self.sharding.each
         if not backward or not self.plan.overlap:
             return forward + backward
         compute, waits = self.passes
@@ -164,26 +173,18 @@ class StepTime:
         """Time that ``seconds`` of communication add to ``busy`` seconds of computation."""
         return beside(self.constants, seconds, busy) if self.plan.overlap else seconds
 
-    def _owned(self) -> float:
-        """Parameters that one GPU of the slowest stage updates."""
-        plan, ranks = self.plan, group_size(self.plan, "dp")
-        dense, expert = trained_parameters(self.model, self.layout, plan, self.slowest)
-        if not plan.zero:
-            return dense + expert
-        return dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
-
     def optimizer(self) -> float:
         """Adam: gradients are read for the norm and for the update; two moments and the master weights are read and
         written."""
         width, gradient, _ = state_bytes(self.plan)
-        moved = self._owned() * (2 * gradient + 24 + width)
+        moved = self.sharding.owned * (2 * gradient + 24 + width)
         if "optimizer" in self.plan.offload:
             return moved / self.constants.host_memory
         return moved / (self.gpus[self.slowest].bandwidth * self.constants.memory)
 
     def host(self) -> float:
         """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
-        copies, optimizer = self.traffic.host, 0.0
+        copies, optimizer = self.copied, 0.0
         if "optimizer" in self.plan.offload:
             (_, optimizer, _), *copies = copies
         return optimizer + sum(beside(self.constants, seconds, self.busy) * count for _, seconds, count in copies)
@@ -210,15 +211,19 @@ class StepTime:
                 out.append(repeat(each, times * number, waits * number * share))
         return _merged(out) + self._with_exposed()
 
+    def _host_transfers(self) -> Iterator[Transfer]:
+        link = Interconnect(name="host", latency=0.0, bandwidth=self.cluster.gpu.host_link)
+        return (repeat(transfer("host", "copy", "direct", link, 1, *one), count) for *one, count in self.copied)
+
     def _with_exposed(self) -> tuple[Transfer, ...]:
         exposed = {"dp": self.data_parallel(), "host": self.host()}
         if self.plan.pp > 1:
-            exposed["pp"] = self._idle(self.traffic.link) - self._idle(0.0)
-        transfers = self.traffic.transfers()
+            exposed["pp"] = self._idle(self.messages.link) - self._idle(0.0)
+        transfers = (*self.messages.transfers(self.plan), *self.sharding.transfers(), *self._host_transfers())
         kinds = [t.group.partition("_")[0] for t in transfers]  # replicas reduce beside shards
         totals: dict[str, float] = {}
-        for kind, transfer in zip(kinds, transfers, strict=True):
-            totals[kind] = totals.get(kind, 0.0) + transfer.seconds
+        for kind, each in zip(kinds, transfers, strict=True):
+            totals[kind] = totals.get(kind, 0.0) + each.seconds
         return tuple(
             replace(t, exposed=min(t.seconds, exposed[kind] * t.seconds / totals[kind]) if t.seconds else 0.0)
             for kind, t in zip(kinds, transfers, strict=True)
@@ -228,15 +233,14 @@ class StepTime:
 def _merged(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     """Sums transfers with the same group and collective."""
     merged: dict[tuple[str, str], Transfer] = {}
-    for transfer in transfers:
-        key = (transfer.group, transfer.collective)
+    for each in transfers:
+        key = (each.group, each.collective)
         if key in merged:
             before = merged[key]
             sums = {
-                name: getattr(before, name) + getattr(transfer, name)
-                for name in ("count", "bytes", "seconds", "exposed")
+                name: getattr(before, name) + getattr(each, name) for name in ("count", "bytes", "seconds", "exposed")
             }
             merged[key] = replace(before, **sums)
         else:
-            merged[key] = transfer
+            merged[key] = each
     return tuple(merged.values())

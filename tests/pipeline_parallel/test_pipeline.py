@@ -16,7 +16,7 @@ from parallel_ops.pipeline_parallel import Stages, schedule_of
 from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
 from parallel_ops.planner import presets
-from parallel_ops.planner.communication.step_traffic import StepTraffic
+from parallel_ops.planner.communication.step_traffic import PipelineTraffic
 from parallel_ops.planner.compute.software import efficiency
 from parallel_ops.planner.plan import SCHEDULES, Plan
 from parallel_ops.train.planner_model import planner_model
@@ -201,8 +201,8 @@ def test_bytes_and_peaks_are_the_planners(text, dtype):
     plan = Plan.parse(f"{text},dtype={dtype}")
     config = staged.CONFIGS["llama"]
     model = planner_model(config, config.seq_length)
-    traffic = StepTraffic(model, presets.cluster("h100x8"), plan, efficiency("hopper"), 0)
-    message = next(t for t in traffic.transfers() if t.group == "pp")
+    traffic = PipelineTraffic(model, presets.cluster("h100x8"), plan, efficiency("hopper"))
+    (message,) = traffic.transfers(plan)
     results = ranks(4).run(staged.step, f"{text},dtype={dtype}", "llama")
     stages = plan.pp * plan.virtual_stages
     v_shaped = plan.schedule in ("zb-v", "dualpipe-v")

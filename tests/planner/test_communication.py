@@ -68,7 +68,7 @@ def test_copies_of_data_parallel_collectives_hide_behind_nothing(zero, gathers, 
 def test_copies_of_plans_with_tensor_parallelism_may_have_a_figure_of_their_own():
     plan, cluster = Plan(dp=4, tp=2, zero=1, global_batch=4), replace(H100, gpus=8)
     constants = [replace(CONSTANTS, reduce_copies=3.0, tp_copies=own) for own in (1.0, 2.0)]
-    one, two = (StepTime(LLAMA, cluster, plan, each).traffic.copies for each in constants)
+    one, two = (StepTime(LLAMA, cluster, plan, each).sharding.copies for each in constants)
     assert 0 < one == pytest.approx(two / 2)
     with pytest.raises(ValueError, match="reduce_copies"):
         replace(CONSTANTS, reduce_copies=-1.0)

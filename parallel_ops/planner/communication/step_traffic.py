@@ -20,7 +20,13 @@ from parallel_ops.planner.communication.network import (
 )
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.activations import layer_activations
-from parallel_ops.planner.memory.states import end_parameters, frozen_bytes, state_bytes, trained_parameters
+from parallel_ops.planner.memory.states import (
+    element_bytes,
+    end_parameters,
+    frozen_bytes,
+    state_bytes,
+    trained_parameters,
+)
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, recomputed_share, stage_layout
 from parallel_ops.planner.plan import Plan
@@ -37,42 +43,59 @@ class _Reduction(NamedTuple):
     seconds: float
 
 
-class StepTraffic:
-    """Communication of one stage in one step, outside its layers.
+class PipelineTraffic:
+    """Messages between the stages of a pipeline.
+
+    Attributes:
+        link: seconds of one message.
+        blocking: seconds of the all-gather after a message.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency) -> None:
+        self.link = self.blocking = 0.0
+        if plan.pp == 1:
+            return
+        self._message_link = group_link(cluster, plan, "pp", efficiency, ring=False)
+        size = element_bytes(plan) * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
+        size *= model.residual_streams
+        split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
+        self._sent = size / plan.tp if split else size
+        self.link = send_receive_seconds(self._sent, self._message_link) + start_seconds(efficiency, 2)
+        if split and not plan.sequence_parallel:
+            self.blocking = all_gather_seconds(plan.tp, size, group_link(cluster, plan, "tp", efficiency))
+
+    def transfers(self, plan: Plan) -> tuple[Transfer, ...]:
+        """The messages of a whole step."""
+        if plan.pp == 1:
+            return ()
+        message = transfer("pp", "send-receive", "direct", self._message_link, plan.pp, self._sent, self.link)
+        return (repeat(message, 2 * plan.micro_batches * plan.virtual_stages),)
+
+
+class DataParallelTraffic:
+    """Data-parallel communication of one stage in one step.
 
     A search reads the times of a hundred thousand plans and the transfers of a few, so these are made on demand.
 
     Attributes:
-        link: seconds of one pipeline message between stages.
-        blocking: seconds of the all-gather after a pipeline message.
-        each: seconds of data-parallel communication in the forward and in the backward pass of each micro-batch.
-        once: seconds of data-parallel communication once per step.
-        copies: seconds of copies around data-parallel collectives, of the whole step; they hide behind nothing.
-        host: bytes and seconds to and from the host, and how many times in a step; the optimizer's first.
+        owned: trained parameters that one GPU updates.
+        each: seconds in the forward and in the backward pass of each micro-batch.
+        once: seconds once per step.
+        copies: seconds of copies around the collectives, of the whole step; they hide behind nothing.
     """
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> None:
         self._model, self._plan, self._stage = model, plan, stage
         self._width, gradient, _ = state_bytes(plan)
         layout = stage_layout(plan)
-        self.link = self.blocking = 0.0
-        if plan.pp > 1:
-            self._message_link = group_link(cluster, plan, "pp", efficiency, ring=False)
-            size = self._width * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
-            size *= model.residual_streams
-            split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
-            self._sent = size / plan.tp if split else size
-            self.link = send_receive_seconds(self._sent, self._message_link) + start_seconds(efficiency, 2)
-            if split and not plan.sequence_parallel:
-                inside = group_link(cluster, plan, "tp", efficiency)
-                self.blocking = all_gather_seconds(plan.tp, size, inside)
         dense, expert = trained_parameters(model, layout, plan, stage)
         ranks = group_size(plan, "dp")
+        self.owned = dense + expert
+        if plan.zero:
+            self.owned = dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
         layers = sum(layer_counts(model, layout)[stage])
-        self._link, self._launches = (
-            group_link(cluster, plan, "dp", efficiency),
-            layers * start_seconds(efficiency, max(2, ranks)),
-        )
+        self._link = group_link(cluster, plan, "dp", efficiency)
+        self._launches = layers * start_seconds(efficiency, max(2, ranks))
         shared = (dense, ranks, 0.0), *([(expert, expert_replicas(plan), 0.0)] if expert else [])
         if model.lora_rank and plan.zero == 3:
             # Adapters and frozen weights are gathered together, gradients of adapters alone reduced.
@@ -91,25 +114,16 @@ class StepTraffic:
         self._summed = None
         if (replicas := group_size(plan, "dp_replicate")) > 1:
             between = group_link(cluster, plan, "dp_replicate", efficiency)
-            owned = gradient * (dense / ranks + expert / expert_replicas(plan))
             # One per layer, like the other collectives.
             self._summed = all_reduce_transfer(
-                "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
-            )
+                "dp_replicate", replicas, gradient * self.owned, between,
+                start=layers * start_seconds(efficiency, replicas),
+            )  # fmt: skip
             self.once += self._summed.seconds
-        self.host = (
-            _host(model, plan, (dense, expert), stage, (gradient, self._width), cluster.gpu.host_link)
-            if plan.offload != "none"
-            else []
-        )
-        self._host_link = cluster.gpu.host_link
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers by group and collective, of the whole step."""
         plan, found = self._plan, []
-        if plan.pp > 1:
-            message = transfer("pp", "send-receive", "direct", self._message_link, plan.pp, self._sent, self.link)
-            found.append(repeat(message, 2 * plan.micro_batches * plan.virtual_stages))
         # Parameters outside the layers, which ZeRO-3 gathers once per micro-batch.
         ends = sum(end_parameters(self._model, plan, self._stage))
         for kind, count, size, ranks, _ in self._reductions:
@@ -123,9 +137,14 @@ class StepTraffic:
                 once_gathered = (ranks - 1) / ranks * min(ends, size / self._width) * self._width * plan.micro_batches
                 found[-1] = replace(found[-1], bytes=found[-1].bytes - once_gathered)
                 ends = 0.0
-        link = Interconnect(name="host", latency=0.0, bandwidth=self._host_link)
-        copied = [repeat(transfer("host", "copy", "direct", link, 1, *one), count) for *one, count in self.host]
-        return (*found, *([self._summed] if self._summed else []), *copied)
+        return (*found, *([self._summed] if self._summed else []))
+
+
+def sharding_key(plan: Plan, stage: int) -> tuple[object, ...]:
+    """What ``DataParallelTraffic`` of a model on a cluster depends on."""
+    sizes = plan.dp, plan.dp_replicate, plan.tp, plan.cp, plan.ep, plan.expert_shards
+    kinds = plan.zero, plan.fsdp, plan.dtype, plan.grad_dtype
+    return (*sizes, *kinds, plan.micro_batches if plan.zero >= 2 else 0, stage_layout(plan), stage)
 
 
 @lru_cache(maxsize=1024)
@@ -189,14 +208,14 @@ def _reductions(
     return found
 
 
-def _host(
-    model: Model, plan: Plan, parameters: tuple[float, float], stage: int, bytes_each: tuple[int, int], speed: float
-) -> list[tuple[float, float, int]]:
-    """Gradients to the host and parameters back, once per step, with the optimizer there; for every micro-batch
-    activations both ways, or shards of parameters to the device, forward and backward. Bytes, seconds and number."""
-    (dense, expert), (gradient, width), ranks = parameters, bytes_each, group_size(plan, "dp")
-    owned = dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
-    kept = plan.offload == "optimizer+parameters"
+def host_copies(model: Model, cluster: Cluster, plan: Plan, owned: float, stage: int) -> list[tuple[float, float, int]]:
+    """Bytes and seconds of what offload copies, and how many times in a step, of a stage whose GPUs update ``owned``
+    parameters each: gradients to the host and parameters back, once, with the optimizer there (the first); for every
+    micro-batch activations both ways, or shards of parameters to the device, forward and backward."""
+    if plan.offload == "none":
+        return []
+    width, gradient, _ = state_bytes(plan)
+    kept, speed = plan.offload == "optimizer+parameters", cluster.gpu.host_link
     size = owned * (gradient if kept else gradient + width)
     out = [(size, size / speed, 1)] if "optimizer" in plan.offload else []
     if kept:

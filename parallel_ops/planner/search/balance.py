@@ -7,11 +7,11 @@ model), a cluster may have two kinds of GPUs, and the first layers of a mixture 
 import heapq
 from functools import lru_cache
 
-from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.cluster import GPU, Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.work import Work, work_of
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import chunk_costs
+from parallel_ops.planner.passes import costs_of
 from parallel_ops.planner.placement import StageLayout, chunk_rank, chunk_sizes, kind_counts
 from parallel_ops.planner.plan import V_SHAPED, Plan
 
@@ -34,31 +34,33 @@ def _chunks(
     model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
 ) -> tuple[int, ...]:
     pp, chunks = layout.pp, layout.pp * layout.virtual_stages
-    costs = {}
     gpus = cluster.stage_gpus(pp)
-    usual = kind_counts(model, range(min(model.dense_layers, model.num_layers - 1), model.num_layers))
-    for gpu in set(gpus):
-        layers = chunk_costs(model, cluster, gpu, constants, work, usual, (False, False), paired)
-        costs[gpu] = sum(part.total for part in layers) / sum(usual)
     head_gpu = gpus[chunk_rank(chunks - 1, pp, layout.v_shaped)]
-    first, head = (
-        sum(
-            part.total
-            for part in chunk_costs(
-                model, cluster, gpu, constants, work, kind_counts(model, (), head=last), (not last, last), False
-            )
-        )
-        for gpu, last in ((gpus[0], False), (head_gpu, True))
-    )
+    usual, dense, none, after = _counts(model)
+
+    def seconds(gpu: GPU, layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> float:
+        # What does not repeat has no other pass beside it.
+        beside = paired and layers is usual
+        return sum(part.total for part in costs_of(model, cluster, gpu, constants, work, beside).of_chunk(layers, ends))
+
+    costs = {gpu: seconds(gpu, usual) / sum(usual) for gpu in set(gpus)}
+    first, head = seconds(gpus[0], none, (True, False)), seconds(head_gpu, after, (False, True))
     first /= costs[gpus[0]]
     if model.dense_layers:
-        dense = kind_counts(model, range(model.dense_layers))
-        found = chunk_costs(model, cluster, gpus[0], constants, work, dense, (False, False), False)
-        first += sum(part.total for part in found) / costs[gpus[0]] - model.dense_layers
+        first += seconds(gpus[0], dense) / costs[gpus[0]] - model.dense_layers
     slowest = max(costs.values())
     speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
     extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)
     return _balanced(model.num_layers, pp, layout.virtual_stages, layout.v_shaped, speeds, extra)
+
+
+@lru_cache(maxsize=1024)
+def _counts(model: Model) -> tuple[tuple[int, ...], ...]:
+    """Numbers of layers of each of ``Model.kinds``: of those behind the dense ones, of these, of none, and of those
+    before the loss."""
+    usual = kind_counts(model, range(min(model.dense_layers, model.num_layers - 1), model.num_layers))
+    dense = kind_counts(model, range(model.dense_layers))
+    return usual, dense, kind_counts(model, ()), kind_counts(model, (), head=True)
 
 
 @lru_cache(maxsize=4096)
