@@ -15,7 +15,10 @@ from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
 from parallel_ops.planner.precision import stored
 from parallel_ops.planner.search.balance import balanced_chunks
 from parallel_ops.planner.search.options import STATES, SearchOptions
-from parallel_ops.planner.search.result import Rejections
+from parallel_ops.planner.search.result import Rejections, Variant
+
+# Changes of fields, and why the plan cannot run, apart from memory, by kind of recomputation.
+_Tried = tuple[dict[str, Any], Mapping[str, Problem | None]]
 
 
 class Candidates:
@@ -28,13 +31,14 @@ class Candidates:
         batch: int,
         options: SearchOptions,
         constants: Efficiency,
-        rejected: Rejections,
     ) -> None:
         self.model, self.cluster, self.batch = model, cluster, batch
-        self.options, self.constants, self.rejected = options, constants, rejected
+        self.options, self.constants, self.rejected = options, constants, Rejections(model, cluster)
         self._shared: dict[object, Any] = {}  # memory of the variants of one placement and sharding
+        # Of these, by kind, the smallest micro-batch with which a pair of offload and recomputation is no near miss.
+        self._large: dict[object, dict[tuple[str, str], int]] = {}
         self._sizes: tuple[int, int, int] | None = None  # TP, PP and CP of the last placement
-        self._found: dict[object, Any] = {}  # problems and uneven stages of the variants of one TP, PP and CP
+        self._found: dict[object, Any] = {}  # variants and uneven stages of one TP, PP and CP
         # Offload and recomputation, the cheapest first.
         self.least = tuple(itertools.product(options.offload, options.recompute))
         self.system: ExportTarget | None = find_target(options.target) if options.target else None
@@ -53,25 +57,28 @@ class Candidates:
             if found:
                 self._reject(sharded, found)
                 continue
-            self._shared = {}
+            self._shared, self._large = {}, {}
             roomy = set()
-            for plan in self._variants(sharded):
+            tried, others = self._variants(sharded)
+            self.rejected.add(sharded, others)
+            for changes, problems in tried:
+                plan = unchecked(sharded, **changes)
                 variant = _variant(plan)
                 # Sequence parallelism sends as much and divides more. Without it a plan is only tried where memory
                 # is short: the input that a linear gathers is whole for a moment.
                 if not plan.sequence_parallel and variant in roomy:
                     continue
-                for fitting in self._that_fit(plan):
+                for fitting in self._that_fit(plan, problems):
                     if plan.sequence_parallel and fitting.offload == "none" and fitting.recompute != "full":
                         roomy.add(variant)
                     yield fitting
 
     def _reject(self, plan: Plan, found: Problem) -> None:
-        self.rejected.add(plan, found, ((plan.offload, plan.recompute),))
+        self.rejected.add(plan, (({}, found, ((plan.offload, plan.recompute),)),))
 
-    def _as_target_does(self, plan: Plan) -> Plan:
-        own = self.system.own(plan) if self.system else {}
-        return unchecked(plan, **{**own, **self.options.fixed})
+    def _own(self, plan: Plan) -> dict[str, Any]:
+        """What the target does, as changes of fields."""
+        return {**(self.system.own(plan) if self.system else {}), **self.options.fixed}
 
     def placements(self) -> Iterator[Plan]:
         """Sizes of parallelism that multiply to the number of GPUs and that the model allows. Those that differ only
@@ -116,7 +123,8 @@ class Candidates:
             changes = dict(zip(STATES, values, strict=True))
             if changes["grad_dtype"] not in ("fp32", stored(changes["dtype"])):
                 continue
-            plan = self._as_target_does(unchecked(placed, **changes, zero=zero))
+            plan = unchecked(placed, **changes, zero=zero)
+            plan = unchecked(plan, **self._own(plan))
             for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
                 found = _replica_problem(plan, replicas)
                 if found:
@@ -144,8 +152,27 @@ class Candidates:
         found = excess("memory of model states", worst, needs, self.cluster.stage_gpus(plan.pp)[worst].memory)
         return found and found._replace(reason=f"{found.reason}, for its model states alone")
 
-    def _variants(self, placed: Plan) -> Iterator[Plan]:
-        """Schedules, micro-batches, sequence parallelism and kinds of context parallelism for one placement."""
+    def _variants(self, placed: Plan) -> tuple[list[_Tried], tuple[Variant, ...]]:
+        """Schedules, micro-batches, sequence parallelism and kinds of context parallelism for one placement and
+        sharding, as changes of fields: what can run if the memory suffices, and the others. EP changes neither."""
+        key = "variants", *(getattr(placed, name) for name in ("zero", "dp_replicate", *STATES))
+        if key not in self._found:
+            tried: list[_Tried] = []
+            others: list[Variant] = []
+            for values in self._changes(placed):
+                own = self._own(unchecked(placed, **values))
+                changes = {**values, **own}
+                problems = self._problems(unchecked(placed, **changes))
+                if not all(problems.values()):
+                    tried.append((changes, problems))
+                    continue
+                for found in filter(None, dict.fromkeys(problems.values())):
+                    others.append((changes, found, tuple(pair for pair in self.least if problems[pair[1]] == found)))
+            self._found[key] = tried, tuple(others)
+        known: tuple[list[_Tried], tuple[Variant, ...]] = self._found[key]
+        return known
+
+    def _changes(self, placed: Plan) -> Iterator[dict[str, Any]]:
         options = self.options
         schedules = [
             (kind, v)
@@ -154,35 +181,26 @@ class Candidates:
         ]
         sharding = options.sequence_parallel if placed.tp > 1 else (False,)
         cp_kinds = options.cp_kinds if placed.cp > 1 else ("ring",)
+        names = "schedule", "virtual_stages", "micro_batch", "sequence_parallel", "cp_kind"
         for micro_batch in options.micro_batches:
-            if self.batch % (placed.dp * micro_batch):
-                continue
-            for (kind, v), sequence_parallel, cp_kind in itertools.product(schedules, sharding, cp_kinds):
-                plan = unchecked(
-                    placed,
-                    schedule=kind,
-                    virtual_stages=v,
-                    micro_batch=micro_batch,
-                    sequence_parallel=sequence_parallel,
-                    cp_kind=cp_kind,
-                )
-                yield self._as_target_does(plan) if self.system else plan
+            if self.batch % (placed.dp * micro_batch) == 0:
+                for schedule, sequence_parallel, cp_kind in itertools.product(schedules, sharding, cp_kinds):
+                    values = *schedule, micro_batch, sequence_parallel, cp_kind
+                    yield dict(zip(names, values, strict=True))
 
-    def _that_fit(self, plan: Plan) -> Iterator[Plan]:
+    def _problems(self, plan: Plan) -> dict[str, Problem | None]:
+        """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
+        ``balanced_chunks`` spreads the layers; what it says of EP, ``placements`` has asked."""
+        if plan.schedule in SPLIT_BACKWARD:
+            return {kind: problem(self.model, self.cluster, plan, kind) for kind in self.options.recompute}
+        return dict.fromkeys(self.options.recompute, problem(self.model, self.cluster, plan))
+
+    def _that_fit(self, plan: Plan, problems: Mapping[str, Problem | None]) -> Iterator[Plan]:
         """The plan with the cheapest recomputation and offload that fit; with uneven stages if these are faster.
 
         If uneven stages need more recomputation or offload than even ones, both are returned. On a cluster with several
         kinds of GPU only uneven stages are tried.
         """
-        problems = self._problems(plan)
-        if all(problems.values()):
-            # Neither layers nor memory need to be counted.
-            reasons = set(problems.values())
-            if len(reasons) == 1 and (reason := reasons.pop()):
-                self.rejected.add(plan, reason, self.least)
-            else:
-                self._least(plan, problems, self.rejected)
-            return
         uneven = self._uneven(plan) if plan.pp > 1 else ()
         if self.cluster.parts:
             even, found = None, self._least(unchecked(plan, layers_per_chunk=uneven), problems, self.rejected)
@@ -194,19 +212,6 @@ class Candidates:
             yield found
         if even and not (found and (even.recompute, even.offload) == (found.recompute, found.offload)):
             yield even
-
-    def _problems(self, plan: Plan) -> dict[str, Problem | None]:
-        """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
-        ``balanced_chunks`` spreads the layers; what it says of EP, ``placements`` has asked."""
-        key = *_variant(plan), plan.sequence_parallel, plan.zero == 3, plan.dtype, plan.input_grad_first
-        found: dict[str, Problem | None] | None = self._found.get(key)
-        if found is None:
-            if plan.schedule in SPLIT_BACKWARD:
-                found = {kind: problem(self.model, self.cluster, plan, kind) for kind in self.options.recompute}
-            else:
-                found = dict.fromkeys(self.options.recompute, problem(self.model, self.cluster, plan))
-            self._found[key] = found
-        return found
 
     def _uneven(self, plan: Plan) -> tuple[int, ...]:
         """``balanced_chunks``, which ZeRO only changes by what a system does with it."""
@@ -220,22 +225,29 @@ class Candidates:
     def _least(self, plan: Plan, problems: Mapping[str, Problem | None], rejected: Rejections | None) -> Plan | None:
         """The plan with the first offload and recomputation that fit; ``None`` if none do. ``problems``: by
         recomputation, apart from memory. ``rejected``: collects the others."""
-        memory = None
+        memory, size = None, plan.micro_batch
+        kind = plan.schedule, plan.virtual_stages, plan.cp_kind, plan.sequence_parallel
+        large = self._large.setdefault(kind, {})
         for pair in self.least:
             offload, recompute = pair
             found = problems[recompute]
             if found is None and self.system:
                 found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
-            if found is None:
-                memory = memory or MemoryCheck(self.model, self.cluster, plan, self._shared)
-                worst = memory.worst(recompute, offload)
-                if worst[1] <= worst[2]:
-                    same = offload == plan.offload and recompute == plan.recompute
-                    return plan if same else unchecked(plan, offload=offload, recompute=recompute)
+            if found is not None:
                 if rejected is not None:
-                    rejected.add_large(plan, pair, worst)
-            elif rejected is not None:
-                rejected.add(plan, found, (pair,))
+                    rejected.add(plan, (({}, found, (pair,)),))
+                continue
+            # A larger micro-batch needs as much memory or more, but for gradients that one alone reduces by layers.
+            if rejected is not None and large.get(pair, size) < size and plan.micro_batches > 1:
+                rejected.add_larger(plan, pair)
+                continue
+            memory = memory or MemoryCheck(self.model, self.cluster, plan, self._shared)
+            worst = memory.worst(recompute, offload)
+            if worst[1] <= worst[2]:
+                same = offload == plan.offload and recompute == plan.recompute
+                return plan if same else unchecked(plan, offload=offload, recompute=recompute)
+            if rejected is not None and rejected.add_large(plan, pair, worst):
+                large.setdefault(pair, size)
         return None
 
     def _target_problem(self, plan: Plan) -> Problem | None:

@@ -1,16 +1,20 @@
 """Results of a search: ranked plans, rejected ones with their reasons, sensitivity to the constants."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.error_band import tied
-from parallel_ops.planner.feasibility import Problem, excess
+from parallel_ops.planner.feasibility import MemoryCheck, Problem, excess
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan, restored, unchecked
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.validation.recipes import Recipe
+
+# A near miss exceeds a GPU's memory by at most this share of it.
+NEAR = 0.1
 
 
 class Rejection(NamedTuple):
@@ -37,26 +41,40 @@ class Rejection(NamedTuple):
         return unchecked(self.base, recompute=self.recompute, offload=self.offload)
 
 
+# Changes of a plan's fields, why it cannot run with these, and the pairs of offload and recomputation of which that
+# holds.
+Variant = tuple[dict[str, Any], Problem, tuple[tuple[str, str], ...]]
+
+
 class Rejections:
     """Plans that cannot run, in the order of the search.
 
     There may be a million, so a ``Rejection`` and its sentence are made when they are read.
     """
 
-    def __init__(self) -> None:
-        # Plan, problem and the pairs of offload and recomputation that have it; or plan, one such pair, and the stage
-        # that needs too much memory with what it needs and has. Of a plan from another process the values.
+    def __init__(self, model: Model, cluster: Cluster) -> None:
+        self._model, self._cluster = model, cluster
+        self._near = NEAR * cluster.gpu.memory
+        # Plan and variants of it; or plan, a pair of offload and recomputation, and the stage that needs too much
+        # memory with what it needs and has. Of a plan from another process the values.
         self._parts: list[tuple[Any, ...]] = []
         self._size = 0
 
-    def add(self, plan: Plan, found: Problem, pairs: tuple[tuple[str, str], ...]) -> None:
-        """Adds the plan with each of ``pairs`` of offload and recomputation."""
-        self._parts.append((plan, found, pairs))
-        self._size += len(pairs)
+    def add(self, plan: Plan, variants: tuple[Variant, ...]) -> None:
+        """Adds ``variants`` of the plan."""
+        self._parts.append((plan, variants))
+        self._size += sum(len(pairs) for *_, pairs in variants)
 
-    def add_large(self, plan: Plan, pair: tuple[str, str], worst: tuple[int, float, float]) -> None:
-        """Adds a plan of which a stage, ``worst``, needs more bytes than are available."""
+    def add_large(self, plan: Plan, pair: tuple[str, str], worst: tuple[int, float, float]) -> bool:
+        """Adds a plan of which a stage, ``worst``, needs more bytes than are available; whether it is not ``near``."""
         self._parts.append((plan, pair, *worst))
+        self._size += 1
+        return worst[1] - worst[2] > self._near
+
+    def add_larger(self, plan: Plan, pair: tuple[str, str]) -> None:
+        """Adds a plan that needs as much memory as one that is not ``near``, or more. How much is counted when it is
+        read."""
+        self._parts.append((plan, pair, 0, math.inf, 0.0))
         self._size += 1
 
     def taken(self) -> list[tuple[Any, ...]]:
@@ -67,56 +85,49 @@ class Rejections:
     def extend(self, parts: list[tuple[Any, ...]]) -> None:
         """Adds what others have ``taken``."""
         self._parts += parts
-        self._size += sum(len(part[2]) if len(part) == 3 else 1 for part in parts)
+        self._size += sum(1 if len(part) > 2 else sum(len(pairs) for *_, pairs in part[1]) for part in parts)
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Rejection]:
         for part in self._parts:
-            yield from _made(part)
+            yield from self._made(part)
 
     def nearest(self) -> dict[str, tuple[int, Rejection]]:
         """Number of plans and the one that lacks the least memory, by kind of reason, the most frequent first."""
+        large = [part for part in self._parts if len(part) > 2]
         found: dict[str, tuple[int, float, tuple[Any, ...]]] = {}
-        for part in self._parts:
-            kind, count, lacks = _LARGE, 1, 0.0
-            if len(part) == 3:
-                kind, count, lacks = part[1].kind, len(part[2]), part[1].excess
-            else:
-                lacks = part[3] - part[4]
-            before, least, nearest = found.get(kind) or (0, lacks, part)
-            if lacks < least:
-                least, nearest = lacks, part
-            found[kind] = before + count, least, nearest
+        if large:
+            found["memory"] = len(large), 0.0, min(large, key=lambda part: part[3] - part[4])
+        for plan, variants in (part for part in self._parts if len(part) == 2):
+            for variant in variants:
+                _, (kind, _, lacks), pairs = variant
+                count, least, part = found.get(kind) or (0, math.inf, ())
+                found[kind] = count + len(pairs), *((lacks, (plan, (variant,))) if lacks < least else (least, part))
         by_count = sorted(found.items(), key=lambda item: -item[1][0])
-        return {kind: (count, next(_made(part))) for kind, (count, _, part) in by_count}
+        return {kind: (count, next(self._made(part))) for kind, (count, _, part) in by_count}
 
-    def near(self, most: float) -> list[Rejection]:
-        """Plans that fit but for at most ``most`` bytes, the least excess first."""
-        found = [part for part in self._parts if len(part) == 5 and part[3] - part[4] <= most]
+    def near(self, most: int) -> list[Rejection]:
+        """``most`` of the plans that fit but for at most ``NEAR`` of a GPU's memory, the least excess first."""
+        found = [part for part in self._parts if len(part) > 2 and part[3] - part[4] <= self._near]
         found.sort(key=lambda part: part[3] - part[4])
-        return [rejection for part in found for rejection in _made(part)]
+        return [rejection for part in found[:most] for rejection in self._made(part)]
 
-
-_LARGE = "memory"
-
-
-def _sentence(stage: int, needed: float, available: float) -> tuple[str, str, float]:
-    found = excess(_LARGE, stage, needed, available)
-    assert found is not None
-    return found.kind, found.reason, found.excess
-
-
-def _made(part: tuple[Any, ...]) -> Iterator[Rejection]:
-    plan = part[0] if isinstance(part[0], Plan) else restored(part[0])
-    if len(part) == 3:
-        _, found, pairs = part
-        for offload, recompute in pairs:
-            yield Rejection(plan, found.kind, found.reason, found.excess, recompute, offload)
-    else:
-        _, (offload, recompute), stage, needed, available = part
-        yield Rejection(plan, *_sentence(stage, needed, available), recompute, offload)
+    def _made(self, part: tuple[Any, ...]) -> Iterator[Rejection]:
+        plan = part[0] if isinstance(part[0], Plan) else restored(part[0])
+        if len(part) == 2:
+            for changes, found, pairs in part[1]:
+                base = unchecked(plan, **changes) if changes else plan
+                for offload, recompute in pairs:
+                    yield Rejection(base, found.kind, found.reason, found.excess, recompute, offload)
+            return
+        (offload, recompute), worst = part[1], part[2:]
+        if worst[1] == math.inf:
+            worst = MemoryCheck(self._model, self._cluster, plan).worst(recompute, offload)
+        lacks = excess("memory", *worst)
+        assert lacks is not None
+        yield Rejection(plan, lacks.kind, lacks.reason, lacks.excess, recompute, offload)
 
 
 class NearMiss(NamedTuple):
@@ -259,7 +270,7 @@ class SearchResult:
                 f"no plan of {self.model.name} runs on all {self.cluster.gpus:,} GPUs of {self.cluster.name}, mostly "
                 f"since {example.reason}; {would}"
             )
-        large = [rejection for rejection in self.rejected if rejection.excess]
+        large = [rejection for _, rejection in self.rejected.nearest().values() if rejection.excess]
         if self.rejected and not large:
             reasons = dict.fromkeys(rejection.reason for rejection in self.rejected)
             more = f", and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""

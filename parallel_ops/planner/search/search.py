@@ -40,8 +40,8 @@ from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.step import StepTime, step_seconds
 from parallel_ops.planner.validation.recipes import Recipe, published_recipe
 
-# A near miss exceeds a GPU's memory by at most a share NEAR and is faster than the best plan by at least FASTER.
-NEAR, FASTER = 0.1, 0.01
+# A near miss is faster than the best plan by at least this share.
+FASTER = 0.01
 # The simplest of the plans that take at most this much longer than the fastest comes first.
 NEARLY = 0.02
 # The fastest plans whose order the sensitivity to constants is about.
@@ -171,7 +171,7 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
     gpus = 1
     while gpus <= 65536:
         enough = replace(cluster, gpus=gpus, parts=())
-        if next(Candidates(model, enough, batch, quick, constants, Rejections()).plans(), None) is not None:
+        if next(Candidates(model, enough, batch, quick, constants).plans(), None) is not None:
             return gpus
         gpus *= 2
     return 0
@@ -240,7 +240,7 @@ def _nearest_misses(
     """Rejected plans that are faster than ``best`` seconds and exceed the memory by little, the least excess first."""
     chosen: dict[object, NearMiss] = {}
     shared: dict[object, Any] = {}
-    for rejection in rejected.near(NEAR * cluster.gpu.memory)[:MISSES_TIMED]:
+    for rejection in rejected.near(MISSES_TIMED):
         plan = rejection.plan
         seconds = step_seconds(model, cluster, plan, constants, shared)
         if seconds >= best * (1 - FASTER) or division(plan) in chosen:

@@ -4,8 +4,8 @@ import contextlib
 import io
 import pickle
 import signal
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
@@ -48,24 +48,25 @@ class _Placements:
     """
 
     def __init__(self, request: Request) -> None:
-        self._request, self._rejected = request, Rejections()
-        arguments = request.model, request.cluster, request.batch, request.options, request.constants
-        self._candidates = Candidates(*arguments, self._rejected)
+        self._request = request
+        self._candidates = Candidates(request.model, request.cluster, request.batch, request.options, request.constants)
+        rejected = self._candidates.rejected
         groups: dict[object, list[tuple[Parts, Plan]]] = {}
         for placed in self._candidates.placements():
-            before = self._rejected.taken()
+            before = rejected.taken()
             groups.setdefault((placed.tp, placed.pp, placed.cp), []).append((before, placed))
-        self.groups, self.rest = list(groups.values()), self._rejected.taken()
+        self.groups, self.rest = list(groups.values()), rejected.taken()
 
     def counted(self, number: int) -> list[tuple[Timed, Parts]]:
         """Of each placement of a group: its plans with their seconds, and what was rejected of it."""
         return [
-            (_timed(self._request, self._candidates.of_placement(placed)), self._rejected.taken())
+            (_timed(self._request, self._candidates.of_placement(placed)), self._candidates.rejected.taken())
             for _, placed in self.groups[number]
         ]
 
 
 _Counted = dict[int, list[tuple[Timed, Parts]]]  # by number of the group
+_Found = TypeVar("_Found")
 
 
 def timed_plans(request: Request, processes: int) -> tuple[Timed, Rejections]:
@@ -73,7 +74,7 @@ def timed_plans(request: Request, processes: int) -> tuple[Timed, Rejections]:
     placements = _Placements(request)
     many = sum(map(len, placements.groups)) >= MANY
     counted = _by_two(request, placements) if processes > 1 and many else {}
-    timed, rejected = [], Rejections()
+    timed, rejected = [], Rejections(request.model, request.cluster)
     for number, group in enumerate(placements.groups):
         found = counted.get(number) or placements.counted(number)
         for (before, _), (plans, parts) in zip(group, found, strict=True):
@@ -100,9 +101,10 @@ def _by_two(request: Request, placements: _Placements) -> _Counted:
     other.start()
     try:
         sender.close()
-        found = _until_met(placements, reached)
+        found = _until_met(placements.counted, reached)
         with contextlib.suppress(EOFError, OSError):
-            for number, counted in pickle.loads(receiver.recv_bytes()).items():
+            for number, written in receiver.recv().items():
+                counted = pickle.loads(written)
                 found[number] = [([(s, restored(values)) for s, values in timed], parts) for timed, parts in counted]
     finally:
         other.terminate()
@@ -112,15 +114,15 @@ def _by_two(request: Request, placements: _Placements) -> _Counted:
 
 
 @without_collection()
-def _until_met(placements: _Placements, reached: Any, first: Any = None) -> _Counted:
-    """The groups in order, up to the one that the other process has come to; in the second process, which has the
-    ``first``, in reverse."""
-    found, numbers = {}, range(len(placements.groups))
+def _until_met(count: Callable[[int], _Found], reached: Any, first: Any = None) -> dict[int, _Found]:
+    """What ``count`` returns of the groups in order, up to the one that the other process has come to; in the second
+    process, which has the ``first``, in reverse."""
+    found, numbers = {}, range(reached[1])
     for number in reversed(numbers) if first else numbers:
         reached[1 if first else 0] = number
         if reached[0] >= reached[1] or (first and not first.is_alive()):
             break
-        found[number] = placements.counted(number)
+        found[number] = count(number)
     return found
 
 
@@ -128,13 +130,19 @@ def _send(sender: "Connection", request: Request, reached: Any) -> None:
     from multiprocessing import parent_process
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process is interrupted, too, and ends this one
-    found, written = _until_met(_Placements(request), reached, parent_process()), io.BytesIO()
-    pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
-    # Of a plan its values, once: most of a hundred thousand plans are rejected and never read.
-    pickler.dispatch_table = {Plan: lambda plan: (tuple, (tuple(vars(plan).values()),))}
-    pickler.dump(found)
+    placements = _Placements(request)
+
+    def written(number: int) -> bytes:
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL)
+        # Of a plan its values, once: most of a hundred thousand plans are rejected and never read.
+        pickler.dispatch_table = {Plan: lambda plan: (tuple, (tuple(vars(plan).values()),))}
+        pickler.dump(placements.counted(number))
+        return stream.getvalue()
+
+    found = _until_met(written, reached, parent_process())
     with contextlib.suppress(BrokenPipeError):  # the other was killed
-        sender.send_bytes(written.getbuffer())
+        sender.send(found)
 
 
 def _timed(request: Request, plans: Iterable[Plan]) -> Timed:

@@ -9,8 +9,10 @@ from parallel_ops.planner import Plan, SearchOptions, estimate, memory, presets,
 from parallel_ops.planner.compute.efficiency import CONSTANTS
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import problem, quick_memory_problem
+from parallel_ops.planner.plan import unchecked
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.search.losses import loss
+from parallel_ops.planner.search.options import default_options
 from parallel_ops.planner.search.result import division, twins
 
 GPT3 = presets.model("gpt3-175b")
@@ -141,6 +143,30 @@ def test_near_misses_say_what_they_lack():
     assert f"{0.02 * needs / 2**30:.1f} too much" in found.misses[0].reason
     much = search(LLAMA, replace(cluster, gpu=replace(cluster.gpu, memory=needs * 0.8)), batch=64, options=options)
     assert not much.misses
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "target"),
+    [("mixtral-8x7b", "h100x8", 32, ""), ("llama3-8b", "h100x16", 64, "megatron"), ("llama2-7b", "h100x8", 16, "")],
+)
+def test_plans_whose_memory_is_not_counted_are_no_near_misses(model, cluster, batch, target):
+    """The memory that is counted when a rejection is read is at least that of the smaller micro-batch before it."""
+    shape, machine = presets.model(model), presets.cluster(cluster)
+    options = replace(default_options(machine), target=target, micro_batches=(1, 2, 4, 8))
+    found = search(shape, machine, batch=batch, options=options)
+    large = [each for each in found.rejected if each.kind == "memory"]
+    least = {}
+    for each in large:
+        plan = unchecked(each.plan, micro_batch=1)
+        least[plan] = min(each.excess, least.get(plan, each.excess))
+        if each.plan.micro_batches > 1 and least[plan] > 0.1 * machine.gpu.memory:
+            assert each.excess >= least[plan]
+    assert found.rejected.near(len(large)) == sorted(
+        (each for each in large if each.excess <= 0.1 * machine.gpu.memory), key=lambda each: each.excess
+    )
+    nearest = min(each.excess for each in large)
+    assert found.rejected.nearest()["memory"][1].excess == nearest
+    assert found.rejected.nearest()["memory"][0] == len(large)
 
 
 def test_each_division_of_the_ranks_is_shown_once():
