@@ -1,5 +1,7 @@
 """The commands of ``parallel-ops``."""
 
+import atexit
+import gc
 import sys
 import warnings
 from dataclasses import replace
@@ -287,6 +289,8 @@ def _search(
     with waiting(lambda: "searching plans"):
         two = min(2, processors())
         found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep, processes=two)
+    # Python walks over all objects before it ends: a second for those of a large search.
+    atexit.register(gc.freeze)
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found
