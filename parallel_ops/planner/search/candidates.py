@@ -226,7 +226,7 @@ class Candidates:
         """The plan with the first offload and recomputation that fit; ``None`` if none do. ``problems``: by
         recomputation, apart from memory. ``rejected``: collects the others."""
         memory, size = None, plan.micro_batch
-        kind = plan.schedule, plan.virtual_stages, plan.cp_kind, plan.sequence_parallel
+        kind = plan.schedule, plan.virtual_stages, plan.cp_kind, plan.sequence_parallel, plan.layers_per_chunk
         large = self._large.setdefault(kind, {})
         for pair in self.least:
             offload, recompute = pair

@@ -147,7 +147,11 @@ def test_near_misses_say_what_they_lack():
 
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "target"),
-    [("mixtral-8x7b", "h100x8", 32, ""), ("llama3-8b", "h100x16", 64, "megatron"), ("llama2-7b", "h100x8", 16, "")],
+    [
+        ("mixtral-8x7b", "h100x8", 32, ""),
+        ("llama3-8b", "h100x16", 64, "megatron"),
+        ("llama2-7b", "a100-40x8+h100x8", 16, ""),
+    ],
 )
 def test_plans_whose_memory_is_not_counted_are_no_near_misses(model, cluster, batch, target):
     """The memory that is counted when a rejection is read is at least that of the smaller micro-batch before it."""
