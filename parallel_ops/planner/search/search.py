@@ -242,8 +242,7 @@ def _nearest_misses(
     shared: dict[object, Any] = {}
     for rejection in rejected.near(MISSES_TIMED):
         plan = rejection.plan
-        seconds = step_seconds(model, cluster, plan, constants, shared)
-        if seconds >= best * (1 - FASTER) or division(plan) in chosen:
+        if division(plan) in chosen or step_seconds(model, cluster, plan, constants, shared) >= best * (1 - FASTER):
             continue
         seconds = StepTime(model, cluster, plan, constants).simulated_seconds()
         if seconds < best * (1 - FASTER):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from parallel_ops.planner.cluster import PEAKS, Cluster
 from parallel_ops.planner.compute.efficiency import CONSTANTS, RATES, Efficiency
@@ -40,9 +41,10 @@ def sensitivity(
         return ()
 
     def fastest(efficiencies: Efficiency) -> tuple[float, Plan]:
-        times = [(step_seconds(model, cluster, plan, efficiencies), index) for index, plan in enumerate(plans)]
-        seconds, index = min(times)
-        return seconds, plans[index]
+        shared: dict[object, Any] = {}
+        times = ((step_seconds(model, cluster, plan, efficiencies, shared), n) for n, plan in enumerate(plans))
+        seconds, number = min(times)
+        return seconds, plans[number]
 
     usual, best = fastest(constants)
     found = []
