@@ -7,11 +7,11 @@ model), a cluster may have two kinds of GPUs, and the first layers of a mixture 
 import heapq
 from functools import lru_cache
 
-from parallel_ops.planner.cluster import GPU, Cluster
+from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.work import Work, work_of
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import costs_of
+from parallel_ops.planner.passes import Costs, costs_of
 from parallel_ops.planner.placement import StageLayout, chunk_rank, chunk_sizes, kind_counts
 from parallel_ops.planner.plan import V_SHAPED, Plan
 
@@ -37,21 +37,22 @@ def _chunks(
     gpus = cluster.stage_gpus(pp)
     head_gpu = gpus[chunk_rank(chunks - 1, pp, layout.v_shaped)]
     usual, dense, none, after = _counts(model)
-
-    def seconds(gpu: GPU, layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> float:
-        # What does not repeat has no other pass beside it.
-        beside = paired and layers is usual
-        return sum(part.total for part in costs_of(model, cluster, gpu, constants, work, beside).of_chunk(layers, ends))
-
-    costs = {gpu: seconds(gpu, usual) / sum(usual) for gpu in set(gpus)}
-    first, head = seconds(gpus[0], none, (True, False)), seconds(head_gpu, after, (False, True))
-    first /= costs[gpus[0]]
+    parts = {gpu: costs_of(model, cluster, gpu, constants, work, paired) for gpu in set(gpus)}
+    costs = {gpu: _seconds(each, usual) / sum(usual) for gpu, each in parts.items()}
+    if paired:  # what does not repeat has no other pass beside it
+        parts = {gpu: costs_of(model, cluster, gpu, constants, work, False) for gpu in (gpus[0], head_gpu)}
+    first = _seconds(parts[gpus[0]], none, (True, False)) / costs[gpus[0]]
+    head = _seconds(parts[head_gpu], after, (False, True))
     if model.dense_layers:
-        first += seconds(gpus[0], dense) / costs[gpus[0]] - model.dense_layers
+        first += _seconds(parts[gpus[0]], dense) / costs[gpus[0]] - model.dense_layers
     slowest = max(costs.values())
     speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
     extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)
     return _balanced(model.num_layers, pp, layout.virtual_stages, layout.v_shaped, speeds, extra)
+
+
+def _seconds(costs: Costs, layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> float:
+    return sum(part.total for part in costs.of_chunk(layers, ends))
 
 
 @lru_cache(maxsize=1024)

@@ -155,7 +155,8 @@ class Candidates:
     def _variants(self, placed: Plan) -> tuple[list[_Tried], tuple[Variant, ...]]:
         """Schedules, micro-batches, sequence parallelism and kinds of context parallelism for one placement and
         sharding, as changes of fields: what can run if the memory suffices, and the others. EP changes neither."""
-        key = "variants", *(getattr(placed, name) for name in ("zero", "dp_replicate", *STATES))
+        zero = placed.zero if self.system else placed.zero == 3  # a target may do more by it
+        key = "variants", zero, *(getattr(placed, name) for name in STATES)
         if key not in self._found:
             tried: list[_Tried] = []
             others: list[Variant] = []
