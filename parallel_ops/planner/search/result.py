@@ -1,6 +1,7 @@
 """Results of a search: ranked plans, rejected ones with their reasons, sensitivity to the constants."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,13 +42,16 @@ class Rejection(NamedTuple):
         return unchecked(self.base, recompute=self.recompute, offload=self.offload)
 
 
-# Changes of a plan's fields, why it cannot run with these, and the pairs of offload and recomputation of which that
-# holds.
+# Changes of a plan's fields, why it cannot run with these, and with which pairs of offload and recomputation.
 Variant = tuple[dict[str, Any], Problem, tuple[tuple[str, str], ...]]
 
 
+# A plan, its offload and recomputation, and the stage that needs too much memory with what it needs and has.
+Large = tuple[Any, tuple[str, str], int, float, float]
+
+
 class Rejections:
-    """Plans that cannot run, in the order of the search.
+    """Plans that cannot run, in the order of the search: first those that could not whatever the memory.
 
     There may be a million, so a ``Rejection`` and its sentence are made when they are read.
     """
@@ -55,79 +59,85 @@ class Rejections:
     def __init__(self, model: Model, cluster: Cluster) -> None:
         self._model, self._cluster = model, cluster
         self._near = NEAR * cluster.gpu.memory
-        # Plan and variants of it; or plan, a pair of offload and recomputation, and the stage that needs too much
-        # memory with what it needs and has. Of a plan from another process the values.
-        self._parts: list[tuple[Any, ...]] = []
-        self._size = 0
+        # Of a plan from another process the values.
+        self._others: list[tuple[Any, tuple[Variant, ...]]] = []
+        self._large: list[Large] = []
 
     def add(self, plan: Plan, variants: tuple[Variant, ...]) -> None:
         """Adds ``variants`` of the plan."""
-        self._parts.append((plan, variants))
-        self._size += sum(len(pairs) for *_, pairs in variants)
+        self._others.append((plan, variants))
 
     def add_large(self, plan: Plan, pair: tuple[str, str], worst: tuple[int, float, float]) -> bool:
         """Adds a plan of which a stage, ``worst``, needs more bytes than are available; whether it is not ``near``."""
-        self._parts.append((plan, pair, *worst))
-        self._size += 1
+        self._large.append((plan, pair, *worst))
         return worst[1] - worst[2] > self._near
 
     def add_larger(self, plan: Plan, pair: tuple[str, str]) -> None:
-        """Adds a plan that needs as much memory as one that is not ``near``, or more. How much is counted when it is
-        read."""
-        self._parts.append((plan, pair, 0, math.inf, 0.0))
-        self._size += 1
+        """Adds a plan that needs at least as much as one that is not ``near``: it is counted when it is read."""
+        self._large.append((plan, pair, 0, math.inf, 0.0))
 
-    def taken(self) -> list[tuple[Any, ...]]:
+    def taken(self) -> tuple[list[Any], list[Any]]:
         """What has been added, for ``extend``; it is no longer here."""
-        parts, self._parts, self._size = self._parts, [], 0
-        return parts
+        found = self._others, self._large
+        self._others, self._large = [], []
+        return found
 
-    def extend(self, parts: list[tuple[Any, ...]]) -> None:
+    def extend(self, others: list[Any], large: list[Any]) -> None:
         """Adds what others have ``taken``."""
-        self._parts += parts
-        self._size += sum(1 if len(part) > 2 else sum(len(pairs) for *_, pairs in part[1]) for part in parts)
+        self._others += others
+        self._large += large
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._large) + sum(len(pairs) for _, variants in self._others for *_, pairs in variants)
 
     def __iter__(self) -> Iterator[Rejection]:
-        for part in self._parts:
-            yield from self._made(part)
+        for plan, variants in self._others:
+            for variant in variants:
+                yield from self._of_variant(plan, variant)
+        yield from map(self._of_large, self._large)
 
     def nearest(self) -> dict[str, tuple[int, Rejection]]:
         """Number of plans and the one that lacks the least memory, by kind of reason, the most frequent first."""
-        large = [part for part in self._parts if len(part) > 2]
-        found: dict[str, tuple[int, float, tuple[Any, ...]]] = {}
-        if large:
-            found["memory"] = len(large), 0.0, min(large, key=lambda part: part[3] - part[4])
-        for plan, variants in (part for part in self._parts if len(part) == 2):
+        counts: Counter[str] = Counter()
+        least: dict[str, tuple[float, Any, Variant]] = {}
+        for plan, variants in self._others:
             for variant in variants:
                 _, (kind, _, lacks), pairs = variant
-                count, least, part = found.get(kind) or (0, math.inf, ())
-                found[kind] = count + len(pairs), *((lacks, (plan, (variant,))) if lacks < least else (least, part))
-        by_count = sorted(found.items(), key=lambda item: -item[1][0])
-        return {kind: (count, next(self._made(part))) for kind, (count, _, part) in by_count}
+                counts[kind] += len(pairs)
+                if kind not in least or lacks < least[kind][0]:
+                    least[kind] = lacks, plan, variant
+        found = {kind: next(self._of_variant(plan, variant)) for kind, (_, plan, variant) in least.items()}
+        if self._large:
+            counts["memory"] = len(self._large)
+            found["memory"] = self._of_large(min(self._large, key=_lacks))
+        return {kind: (count, found[kind]) for kind, count in counts.most_common()}
 
     def near(self, most: int) -> list[Rejection]:
         """``most`` of the plans that fit but for at most ``NEAR`` of a GPU's memory, the least excess first."""
-        found = [part for part in self._parts if len(part) > 2 and part[3] - part[4] <= self._near]
-        found.sort(key=lambda part: part[3] - part[4])
-        return [rejection for part in found[:most] for rejection in self._made(part)]
+        found = sorted((large for large in self._large if _lacks(large) <= self._near), key=_lacks)
+        return [self._of_large(large) for large in found[:most]]
 
-    def _made(self, part: tuple[Any, ...]) -> Iterator[Rejection]:
-        plan = part[0] if isinstance(part[0], Plan) else restored(part[0])
-        if len(part) == 2:
-            for changes, found, pairs in part[1]:
-                base = unchecked(plan, **changes) if changes else plan
-                for offload, recompute in pairs:
-                    yield Rejection(base, found.kind, found.reason, found.excess, recompute, offload)
-            return
-        (offload, recompute), worst = part[1], part[2:]
+    def _of_variant(self, plan: Any, variant: Variant) -> Iterator[Rejection]:
+        changes, found, pairs = variant
+        base = unchecked(_plan(plan), **changes)
+        for offload, recompute in pairs:
+            yield Rejection(base, found.kind, found.reason, found.excess, recompute, offload)
+
+    def _of_large(self, large: Large) -> Rejection:
+        (offload, recompute), worst, plan = large[1], large[2:], _plan(large[0])
         if worst[1] == math.inf:
             worst = MemoryCheck(self._model, self._cluster, plan).worst(recompute, offload)
-        lacks = excess("memory", *worst)
-        assert lacks is not None
-        yield Rejection(plan, lacks.kind, lacks.reason, lacks.excess, recompute, offload)
+        found = excess("memory", *worst)
+        assert found is not None
+        return Rejection(plan, found.kind, found.reason, found.excess, recompute, offload)
+
+
+def _plan(given: Any) -> Plan:
+    return given if isinstance(given, Plan) else restored(given)
+
+
+def _lacks(large: Large) -> float:
+    return large[3] - large[4]
 
 
 class NearMiss(NamedTuple):

@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
 
 Timed = list[tuple[float, Plan]]
-Parts = list[tuple[Any, ...]]  # see ``Rejections.taken``
+Parts = tuple[list[Any], list[Any]]  # see ``Rejections.taken``
 
 
 class _Placements:
@@ -79,9 +79,9 @@ def timed_plans(request: Request, processes: int) -> tuple[Timed, Rejections]:
         found = counted.get(number) or placements.counted(number)
         for (before, _), (plans, parts) in zip(group, found, strict=True):
             timed += plans
-            rejected.extend(before)
-            rejected.extend(parts)
-    rejected.extend(placements.rest)
+            rejected.extend(*before)
+            rejected.extend(*parts)
+    rejected.extend(*placements.rest)
     return timed, rejected
 
 
