@@ -12,8 +12,7 @@ from parallel_ops.planner.cli.options import Json, Sequence, Workload, completed
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation as simulate_plan
 from parallel_ops.planner.memory.timeline import memory_timeline
-from parallel_ops.planner.pictures import drawing
-from parallel_ops.planner.pictures.memory_picture import caption
+from parallel_ops.planner.pictures import drawing, figure
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 
 # Options of `schedule` that --plan takes the place of, as they are if not given.
@@ -70,7 +69,7 @@ def schedule_command(
     summary = drawing.summary(kind, simulated)
     if output is not None:
         require("matplotlib")
-        drawing.save(simulated, output, summary, memory)
+        figure.save(simulated, output, summary, memory)
     if json:
         more = {"memory": json_data.timeline_data(memory)} if memory else {}
         json_data.show_result({"kind": kind, **json_data.simulation_data(simulated), **more})
@@ -80,7 +79,7 @@ def schedule_command(
     console.print(summary, highlight=False)
     if memory:
         console.print(drawing.memory_text(simulated, memory, console.width))
-        console.print(caption(memory), highlight=False)
+        console.print(memory.caption, highlight=False)
 
 
 def _times(text: str, link: float) -> Times:

@@ -17,6 +17,7 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.memory.memory import PlanMemory, process_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import GIB
 from parallel_ops.planner.schedules.schedule import Simulation
 
 
@@ -38,6 +39,16 @@ class Timeline(NamedTuple):
     def totals(self) -> list[float]:
         """The sum of the parts between the times."""
         return [sum(values) for values in zip(*self.parts.values(), strict=True)]
+
+    @property
+    def caption(self) -> str:
+        """The peak in one line."""
+        peak = max(self.totals)
+        return f"Memory of rank {self.rank}: at most {peak / GIB:.1f} GiB of {self.limit / GIB:.1f}"
+
+    def shown(self) -> list[str]:
+        """The parts that are not always empty, from below."""
+        return [name for name, values in self.parts.items() if any(values)]
 
 
 def memory_timeline(model: Model, cluster: Cluster, plan: Plan, simulation: Simulation, rank: int) -> Timeline:

@@ -1,1 +1,1 @@
-"""Pipelines and results as text, SVG and HTML."""
+"""Pipelines as text and as pictures."""

@@ -1,4 +1,4 @@
-"""The passes of a pipeline as bars, and their colours: what every picture of one shares."""
+"""The passes of a pipeline as bars, the memory of a rank by part, and their colours: what every picture shares."""
 
 import math
 from collections.abc import Iterator
@@ -16,6 +16,16 @@ COLORS = {
 }
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "whole backward"}
 BUBBLE = "#e7e7ea"
+# Colour and legend of each part of the memory, from below: not the colours of passes, and of another lightness than its
+# neighbours.
+PARTS = {
+    "states": ("#5b5f73", "parameters, gradients, optimizer"),
+    "buffers": ("#b9bccb", "buffers, driver, allocator"),
+    "activations": ("#8458b3", "activations in flight"),
+    "recomputed": ("#d0bdf4", "recomputed activations"),
+    "working": ("#d97b29", "working memory of a layer"),
+    "logits": ("#b5473c", "logits"),
+}
 
 
 class Bar(NamedTuple):

@@ -1,24 +1,15 @@
-"""Pictures of a simulated schedule: text for the terminal, SVG and PNG. One row for each rank, time to the right."""
-
-from pathlib import Path
-from typing import TYPE_CHECKING
+"""Pictures of a simulated schedule as text for the terminal. One row for each rank, time to the right."""
 
 from rich.style import Style
 from rich.text import Text
 
 from parallel_ops.planner.memory.timeline import Timeline
-from parallel_ops.planner.pictures.bars import BUBBLE, COLORS, NAMES, Bar, bars, shades
-from parallel_ops.planner.pictures.memory_picture import area_text, draw_memory
+from parallel_ops.planner.pictures.bars import COLORS, NAMES, PARTS, Bar, bars, shades
+from parallel_ops.planner.results import GIB
 from parallel_ops.planner.schedules.schedule import Simulation
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PICTURE_FORMATS = (".svg", ".png")
-
-_SMALLEST_FONT = 4.5
-# Each label is a matplotlib object; this many take about a second.
-_MOST_LABELS = 3000
+# Rows of the memory.
+_ROWS = 10
 
 
 def summary(kind: str, simulation: Simulation) -> str:
@@ -71,9 +62,38 @@ def text(simulation: Simulation, width: int) -> Text:
 
 
 def memory_text(simulation: Simulation, memory: Timeline, width: int) -> Text:
-    """The memory of a rank as coloured text under that of ``text``."""
+    """The memory of a rank as coloured text under that of ``text``: columns of equal times, each with its largest
+    memory, right of GiB."""
     margin, _, columns = _columns(simulation, width)
-    return area_text(memory, margin, columns)
+    totals, step = memory.totals, memory.times[-1]
+    peak = max(totals)
+    most = [0] * columns
+    for index, total in enumerate(totals):
+        first = int(memory.times[index] / step * columns)
+        last = max(first + 1, round(memory.times[index + 1] / step * columns))
+        for column in range(first, min(last, columns)):
+            if total > totals[most[column]]:
+                most[column] = index
+    out, names = Text(no_wrap=True, overflow="crop"), memory.shown()
+    for row in range(_ROWS, 0, -1):
+        level = (row - 0.5) / _ROWS * peak
+        label = f"{peak * row / _ROWS / GIB:.1f} " if row in (_ROWS, _ROWS // 2) else ""
+        out.append(label.rjust(margin)[-margin:])
+        for index in most:
+            under = 0.0
+            for name in names:
+                under += memory.parts[name][index]
+                if under >= level:
+                    out.append(name[0], Style(color=PARTS[name][0], bgcolor=PARTS[name][0]))
+                    break
+            else:
+                out.append(" ")
+        out.append("\n")
+    for number, name in enumerate(names):
+        out.append(("\n" if number == 3 else "") + " " * margin if number % 3 == 0 else "   ")
+        out.append(name[0], Style(color="#ffffff", bgcolor=PARTS[name][0]))
+        out.append(f" {PARTS[name][1]}")
+    return out
 
 
 def _columns(simulation: Simulation, width: int) -> tuple[int, float, int]:
@@ -96,84 +116,3 @@ def _append_cell(out: Text, bar: Bar, width: int) -> None:
 def _style(kind: str, pale: bool) -> Style:
     fill, ink = COLORS[kind][pale]
     return Style(color=ink, bgcolor=fill)
-
-
-def save(simulation: Simulation, path: Path, title: str = "", memory: Timeline | None = None) -> None:
-    """Saves the picture as SVG or PNG, by the suffix of ``path``. Arguments: see ``figure``.
-
-    Raises:
-        ValueError: the suffix is another one.
-    """
-    if path.suffix.lower() not in PICTURE_FORMATS:
-        raise ValueError(f"a picture's name must end in {' or '.join(PICTURE_FORMATS)}, got {path}")
-    from matplotlib import rc_context
-
-    # Text is stored as text; ids do not change from run to run.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallel_ops"}):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure(simulation, title, memory).savefig(path, dpi=160, metadata=metadata)
-
-
-def figure(simulation: Simulation, title: str = "", memory: Timeline | None = None) -> "Figure":
-    """The picture as a matplotlib figure, with the ``memory`` of a rank below it."""
-    from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    ranks = len(simulation.schedule)
-    passes = max(len(order) for order in simulation.schedule)
-    row = 0.36 if ranks <= 16 else 0.22
-    high, below = 1.45 + row * ranks, 2.6 if memory else 0.0
-    size = (min(16.0, max(7.5, 0.24 * passes)), high + below)
-    out = Figure(figsize=size, layout="constrained")
-    if memory:
-        axes, under = out.subplots(2, sharex=True, height_ratios=(row * ranks + 0.5, below - 0.6))
-        draw_memory(under, memory)
-    else:
-        axes = out.subplots()
-    step = simulation.step_time
-    axes.broken_barh([(0, step)], (-0.5, ranks), facecolor=BUBBLE, edgecolor="none", zorder=0)
-    boxes: dict[tuple[str, bool], list[tuple[float, float, float, float]]] = {}
-    labels = []
-    for rank in range(ranks):
-        for bar in bars(simulation, rank):
-            top, height = {0: (-0.45, 0.9), 1: (-0.45, 0.45), 2: (0.0, 0.45)}[bar.half]
-            boxes.setdefault((bar.action.kind, bar.pale), []).append(
-                (bar.start, rank + top, bar.end - bar.start, height)
-            )
-            labels.append((bar, rank + top + height / 2, height))
-    for (kind, pale), rectangles in boxes.items():
-        corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in rectangles]
-        axes.add_collection(
-            PolyCollection(corners, facecolors=COLORS[kind][pale][0], edgecolors="white", linewidths=0.4)
-        )
-    # In points; a digit is about 0.6 of its size wide. Sized for the longest number, so that equal passes look equal.
-    points = 72 * (size[0] - 1) / step
-    digits = max(len(str(bar.action.micro_batch)) for bar, _, _ in labels)
-    for bar, y, height in labels:
-        font = min(8.0, 72 * row * height * 0.7, (bar.end - bar.start) * points / (0.62 * digits + 0.25))
-        if font >= _SMALLEST_FONT and len(labels) <= _MOST_LABELS:
-            ink = COLORS[bar.action.kind][bar.pale][1]
-            text = str(bar.action.micro_batch)
-            axes.text((bar.start + bar.end) / 2, y, text, size=font, color=ink, ha="center", va="center_baseline")
-    handles = [
-        Patch(facecolor=COLORS[kind][pale][0], label=NAMES[kind] + (", odd chunks" if pale else ""))
-        for kind, pale in shades(simulation)
-    ]
-    handles.append(Patch(facecolor=BUBBLE, label="bubble"))
-    if memory:
-        handles += under.get_legend_handles_labels()[0]
-    axes.set(xlim=(0, step), ylim=(ranks - 0.5, -0.5), xlabel="" if memory else "time", ylabel="rank")
-    axes.set_yticks(range(0, ranks, 1 if ranks <= 32 else 4))
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[:].set_visible(False)
-    out.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=len(handles) if len(handles) < 5 else 3 if memory else 4,
-        frameon=False,
-        fontsize=8,
-    )
-    if title:
-        axes.set_title(title, fontsize=9, loc="left")
-    return out

@@ -4,24 +4,13 @@ A run measures start and end of each action on each pipeline rank. ``measured`` 
 a planned and a measured pipeline have the same figures and are drawn alike.
 """
 
+import io
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
 
 from parallel_ops.planner.pictures.bars import NAMES
-from parallel_ops.planner.pictures.pipeline_picture import MARGIN, WIDTH, pipeline_marks
-from parallel_ops.planner.pictures.pipeline_picture import legend as colors_of
 from parallel_ops.planner.schedules.schedule import Action, Simulation, peak_activations
-
-_LINE = 20.0
-# Average width of a character of the legend's font, 11 points, and of the swatch before each entry.
-_CHARACTER, _SWATCH = 6.0, 34.0
-# A picture in a file paints its own background: viewers show it on white or on black, whatever the reader prefers.
-_STYLE = (
-    "<style>.trace{color:#1f2328}.trace .paper{fill:#ffffff}@media (prefers-color-scheme:dark)"
-    "{.trace{color:#e6e6ea}.trace .paper{fill:#16161a}}</style>"
-)
 
 
 def measured(
@@ -72,7 +61,7 @@ def _covered(spans: Iterator[tuple[float, float]]) -> float:
 def trace_svg(planned: Simulation, measured: Simulation, *, title: str) -> str:
     """The planned and, under it, the measured pipeline as an SVG file.
 
-    Each is scaled to the full width, so lengths compare within one of them only. Dark where the reader prefers it.
+    Each is scaled to the full width, so lengths compare within one of them only. Needs matplotlib.
 
     Args:
         planned: from ``simulate`` or ``StepTime.simulation``, in seconds.
@@ -82,41 +71,16 @@ def trace_svg(planned: Simulation, measured: Simulation, *, title: str) -> str:
     Raises:
         ValueError: the two have different numbers of ranks, or one takes no time.
     """
-    _check(planned, measured)
-    parts, y = [_text(0, _LINE, title, "15", ' font-weight="600"')], 1.5 * _LINE
-    for caption, pipeline in zip(_captions(planned, measured), (planned, measured), strict=True):
-        marks, tall = pipeline_marks(pipeline)
-        parts.append(_text(0, y + 0.75 * _LINE, f"{caption}.", "12"))
-        picture = f'<g font-size="10" dominant-baseline="central">{marks}</g>'
-        parts.append(f'<g transform="translate(0 {y + _LINE:g})">{picture}</g>')
-        parts.append(_text(MARGIN, y + tall + 1.7 * _LINE, "0", "10"))
-        parts.append(_text(WIDTH, y + tall + 1.7 * _LINE, _seconds(pipeline.step_time), "10", ' text-anchor="end"'))
-        y += tall + 2.5 * _LINE
-    entries, y = _legend_marks(list(colors_of(planned)), y)
-    size = f"{WIDTH + 20:g} {y + 8:g}"
-    paper = f'<rect class="paper" x="-10" width="{WIDTH + 20:g}" height="{y + 8:g}"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="trace" viewBox="-10 0 {size}" role="img" '
-        f'font-family="system-ui, sans-serif"><title>{escape(title)}</title>{_STYLE}{paper}'
-        f"{''.join(parts)}{entries}</svg>\n"
-    )
+    from parallel_ops.planner.pictures.figure import figure_of_both, write  # with all that an estimate imports
 
-
-def _text(x: float, y: float, text: str, size: str, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="currentColor"{more}>{escape(text)}</text>'
-
-
-def _legend_marks(entries: Sequence[tuple[str, str]], y: float) -> tuple[str, float]:
-    """The legend of an SVG in rows from ``y`` on, and where it ends."""
-    x, out = MARGIN, []
-    for color, name in entries:
-        wide = _SWATCH + _CHARACTER * len(name)
-        if x + wide > WIDTH:
-            x, y = MARGIN, y + _LINE
-        out.append(f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{color}"/>')
-        out.append(_text(x + 17, y + 10, name, "11"))
-        x += wide
-    return "".join(out), y + _LINE
+    ranks = len(planned.schedule), len(measured.schedule)
+    if ranks[0] != ranks[1]:
+        raise ValueError(f"trace: the planned pipeline has {ranks[0]} ranks, the measured one {ranks[1]}")
+    if not planned.step_time or not measured.step_time:
+        raise ValueError("trace: a pipeline that takes no time has no picture")
+    out = io.StringIO()
+    write(figure_of_both((planned, measured), _captions(planned, measured), title), out, "svg")
+    return out.getvalue()
 
 
 def chrome_trace(measured: Simulation) -> dict[str, Any]:
@@ -147,14 +111,6 @@ def chrome_trace(measured: Simulation) -> dict[str, Any]:
 
 def _metadata(name: str, rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": 0, "tid": rank, "args": arguments}
-
-
-def _check(planned: Simulation, measured: Simulation) -> None:
-    ranks = len(planned.schedule), len(measured.schedule)
-    if ranks[0] != ranks[1]:
-        raise ValueError(f"trace: the planned pipeline has {ranks[0]} ranks, the measured one {ranks[1]}")
-    if not planned.step_time or not measured.step_time:
-        raise ValueError("trace: a pipeline that takes no time has no picture")
 
 
 def _captions(planned: Simulation, measured: Simulation) -> tuple[str, str]:

@@ -20,7 +20,8 @@ def check(settings: "Settings") -> None:
         OSError: A file or folder cannot be written; the message has its key.
     """
     logging = settings.logging
-    needed = (("tensorboard", logging.tensorboard), ("matplotlib", logging.plot), ("wandb", logging.wandb))
+    pictures = logging.plot or (logging.trace if settings.plan.pp > 1 else None)
+    needed = (("tensorboard", logging.tensorboard), ("matplotlib", pictures), ("wandb", logging.wandb))
     for package, given in needed:
         if given is not None and importlib.util.find_spec(package) is None:
             raise ImportError(f"{given} needs {package}; run: pip install {package}")

@@ -169,6 +169,9 @@ def test_a_package_that_is_missing_is_named(data, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="mine needs wandb; run: pip install wandb"):
         outputs.check(runs.settings_of(data, logging={"wandb": "mine"}))
+    traced = {"logging": {"trace": "drawn"}, "parallel": {"pp": 2, "global_batch": 2}}
+    with pytest.raises(ImportError, match="drawn needs matplotlib"):
+        outputs.check(runs.settings_of(data, **traced))
 
 
 def test_a_profile_that_cannot_be_written_is_named(data, tmp_path):
