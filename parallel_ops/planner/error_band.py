@@ -6,16 +6,13 @@ several). If too few rows share all six, the last ones are dropped. The error of
 fitted without its table.
 """
 
-import functools
-import json
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT, era, measured_kernels, uncertainty
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS
+from parallel_ops.planner.presets.figures import figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,7 @@ def error_band(cluster: Cluster, plan: Plan, *, software: str = CURRENT, experts
         software: name of an era (``parallel_ops.planner.compute.software``).
         experts: whether the model has experts; ``"biased"`` if these have biases (``Model.expert_kind``).
     """
-    table = _table()
+    table = figures("presets/error_bands")["bands"]
     found = next((key for key in keys(cluster, plan, software, experts) if key in table), "any")
     band = ErrorBand(**table[found], like=found)
     few = uncertainty(cluster.gpu.generation, cluster.gpu.name, software)
@@ -80,10 +77,3 @@ def tied(seconds: float, best: float, width: float) -> bool:
     Half, since plans of one search share most of their error.
     """
     return seconds <= best * (1 + width / 2)
-
-
-@functools.cache
-def _table() -> dict[str, dict[str, Any]]:
-    text = files("parallel_ops.planner.presets").joinpath("error_bands.json").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = json.loads(text)["bands"]
-    return table

@@ -1,12 +1,10 @@
 """Shares of the hardware's peak that are reached, by GPU generation; sources are in ``presets/efficiency.json``."""
 
-import functools
-import json
 from dataclasses import dataclass, fields
-from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import check_figures
+from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.speed import hashed_once
 
 # Bytes/s per GPU of an optimizer on the host: DeepSpeed's on a node of eight A800 (presets/software.json) reaches
@@ -101,16 +99,9 @@ SOFTWARE = (*OPTIONAL, *RATES, *SIZES, *COPIES, "grouped", "grouped_fp8", "reduc
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
 
-@functools.cache
-def _file() -> dict[str, Any]:
-    text = files("parallel_ops.planner.presets").joinpath("efficiency.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
 def table() -> dict[str, dict[str, dict[str, Any]]]:
     """``value`` and ``source`` of each constant, by generation."""
-    known: dict[str, dict[str, dict[str, Any]]] = _file()["generations"]
+    known: dict[str, dict[str, dict[str, Any]]] = figures("presets/efficiency")["generations"]
     return known
 
 
@@ -118,5 +109,5 @@ def generation_constants(generation: str) -> tuple[dict[str, float], str]:
     """The constants of a GPU generation without those of its software, and the generation that they were measured on:
     the nearest one, if this one has none."""
     known = table()
-    near = generation if generation in known else _file()["stand_ins"].get(generation, "ampere")
+    near = generation if generation in known else figures("presets/efficiency")["stand_ins"].get(generation, "ampere")
     return {name: float(entry["value"]) for name, entry in known[near].items()}, near

@@ -7,16 +7,15 @@ GPU's generation (``presets/efficiency.json``).
 """
 
 import functools
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency, generation_constants
+from parallel_ops.planner.presets.figures import figures
 
 Parts = dict[str, dict[str, dict[str, float]]]
 
@@ -50,7 +49,7 @@ class Software:
 
 def eras() -> tuple[str, ...]:
     """Names of all eras."""
-    return tuple(_file()["eras"])
+    return tuple(figures("presets/software")["eras"])
 
 
 def era(name: str) -> Software:
@@ -59,7 +58,7 @@ def era(name: str) -> Software:
     Raises:
         ValueError: unknown, with the nearest names.
     """
-    known = _file()["eras"]
+    known = figures("presets/software")["eras"]
     if name not in known:
         raise unknown("software", name, known)
     return Software(name=name, **known[name])
@@ -99,7 +98,7 @@ def constants_of(cluster: Cluster, software: str = CURRENT) -> Efficiency:
 
 def parts() -> Parts:
     """Values of the constants of each part by generation or GPU ("all" for every one)."""
-    data = _file()
+    data = figures("presets/software")
     return {
         name: {generation: {key: entry["value"] for key, entry in found.items()} for generation, found in part.items()}
         for kind in ("kernels", "runtimes")
@@ -136,7 +135,7 @@ class Fitted(NamedTuple):
 @functools.cache
 def fitted_constants() -> tuple[Fitted, ...]:
     """All constants of software that were fitted to published runs."""
-    data = _file()
+    data = figures("presets/software")
     return tuple(
         Fitted(
             name=f"{part}/{key}/{name}",
@@ -165,7 +164,7 @@ def uncertainty(generation: str, gpu: str, software: str) -> float:
 @functools.cache
 def measured_kernels(kernels: str, generation: str) -> str:
     """``kernels`` if it has constants for a GPU generation, else ``"eager"``, whose constants are then used."""
-    found = _file()["kernels"][kernels]
+    found = figures("presets/software")["kernels"][kernels]
     return kernels if generation in found or "all" in found else "eager"
 
 
@@ -184,10 +183,3 @@ def with_parts(
             stacklevel=3,
         )
     return Efficiency(**found)
-
-
-@functools.cache
-def _file() -> dict[str, Any]:
-    text = files("parallel_ops.planner.presets").joinpath("software.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found

@@ -1,26 +1,19 @@
 """Models, GPUs and clusters by name. The JSON files in this folder have the figures, each with its source."""
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect, Part, weakest
 from parallel_ops.planner.model import TABLES, Model
-
-
-@functools.cache
-def _file(kind: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(files(__package__).joinpath(f"{kind}.json").read_text(encoding="utf-8"))
-    return data
+from parallel_ops.planner.presets.figures import figures
 
 
 def _figures(kind: str, name: str) -> dict[str, Any]:
-    presets = _file(f"{kind}s")["presets"]
+    presets = figures(f"presets/{kind}s")["presets"]
     if name.lower() not in presets:
         raise unknown(kind, name, presets)
     return {field: entry["value"] for field, entry in presets[name.lower()].items()}
@@ -28,17 +21,17 @@ def _figures(kind: str, name: str) -> dict[str, Any]:
 
 def gpus() -> tuple[str, ...]:
     """Names of all GPU presets."""
-    return tuple(_file("gpus")["presets"])
+    return tuple(figures("presets/gpus")["presets"])
 
 
 def models() -> tuple[str, ...]:
     """Names of all model presets."""
-    return tuple(_file("models")["presets"])
+    return tuple(figures("presets/models")["presets"])
 
 
 def clusters() -> tuple[str, ...]:
     """Names of all cluster presets: systems (a number of GPUs may follow, ``h100x512``) and whole clusters."""
-    return tuple(_file("clusters")["presets"])
+    return tuple(figures("presets/clusters")["presets"])
 
 
 def sources(kind: str, name: str) -> Mapping[str, str]:
@@ -46,7 +39,7 @@ def sources(kind: str, name: str) -> Mapping[str, str]:
     if kind not in ("gpu", "model", "cluster"):
         raise ValueError(f"sources: kind must be 'gpu', 'model' or 'cluster', got {kind!r}")
     _figures(kind, name)
-    data = _file(f"{kind}s")
+    data = figures(f"presets/{kind}s")
     return {field: data["sources"][entry["source"]] for field, entry in data["presets"][name.lower()].items()}
 
 
@@ -67,9 +60,9 @@ def model(name: str) -> Model:
     Raises:
         ValueError: unknown, with the nearest names.
     """
-    figures = _figures("model", name)
-    tables = {field: kind(**figures[field]) for field, kind in TABLES.items() if field in figures}
-    return Model(name=name.lower(), **{**figures, **tables})
+    found = _figures("model", name)
+    tables = {field: kind(**found[field]) for field, kind in TABLES.items() if field in found}
+    return Model(name=name.lower(), **{**found, **tables})
 
 
 @functools.cache
@@ -104,13 +97,13 @@ def cluster(name: str) -> Cluster:
 
 def _one_kind(name: str) -> Cluster:
     counted = re.fullmatch(r"(.+)x(\d+)", name)
-    known = _file("clusters")["presets"]
+    known = figures("presets/clusters")["presets"]
     system, count = (name, None) if name.lower() in known or counted is None else counted.groups()
-    figures = _figures("cluster", system)
+    found = _figures("cluster", system)
 
     def link(side: str) -> Interconnect:
-        return Interconnect(**{field: figures.pop(f"{side}_{field}") for field in ("name", "latency", "bandwidth")})
+        return Interconnect(**{field: found.pop(f"{side}_{field}") for field in ("name", "latency", "bandwidth")})
 
     intra, inter = link("intra"), link("inter")
-    figures["gpus"] = int(count) if count else figures.get("gpus", figures["gpus_per_node"])
-    return Cluster(name=name.lower(), gpu=gpu(figures.pop("gpu")), intra=intra, inter=inter, **figures)
+    found["gpus"] = int(count) if count else found.get("gpus", found["gpus_per_node"])
+    return Cluster(name=name.lower(), gpu=gpu(found.pop("gpu")), intra=intra, inter=inter, **found)

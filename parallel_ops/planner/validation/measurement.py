@@ -1,8 +1,6 @@
 """A measured step, and readers of the files in this folder."""
 
 import csv
-import functools
-import json
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -12,6 +10,7 @@ from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.step import StepTime
 
 
@@ -51,18 +50,14 @@ class Measurement:
         return step.simulated_seconds() if exact else step.seconds()
 
 
-_TABLES = files("parallel_ops.planner.validation").joinpath("tables")
-
-
-@functools.cache
 def table(name: str) -> dict[str, Any]:
     """The content of a JSON file in ``tables``."""
-    data: dict[str, Any] = json.loads(_TABLES.joinpath(f"{name}.json").read_text(encoding="utf-8"))
-    return data
+    return figures(f"validation/tables/{name}")
 
 
 def rows(name: str) -> tuple[str, list[dict[str, str]]]:
     """Source and rows of a CSV file in ``tables``. Its first line is a comment with the source."""
-    first, *lines = _TABLES.joinpath(f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    file = files("parallel_ops.planner.validation").joinpath(f"tables/{name}.csv")
+    first, *lines = file.read_text(encoding="utf-8").splitlines()
     lines[0] = lines[0].removeprefix("# ")
     return first.removeprefix("# "), list(csv.DictReader(lines))

@@ -6,19 +6,18 @@ other tables that differ from those that ship: of GPU generations (``"hopper/mat
 """
 
 import functools
-import json
 from collections import defaultdict
-from importlib.resources import files
 
 from parallel_ops.planner.compute.efficiency import Efficiency, generation_constants
 from parallel_ops.planner.compute.software import Parts, era, parts, with_parts
+from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.published import measurements
 
 
 def refitted_tables() -> tuple[str, ...]:
     """The tables that were left out, one at a time."""
-    return tuple(_file())
+    return tuple(figures("validation/refits"))
 
 
 def predicted_without(table: str, row: Measurement, *, exact: bool = False) -> float:
@@ -41,18 +40,10 @@ def _constants(table: str, generation: str, software: str, gpu: str) -> Efficien
     own: dict[str, float] = {}
     made: Parts = defaultdict(lambda: defaultdict(dict), {name: dict(part) for name, part in parts().items()})
     near = generation_constants(generation)[1]
-    for key, value in _file()[table].items():
+    for key, value in figures("validation/refits")[table].items():
         *part, of, name = key.split("/")
         if not part and of == near:
             own[name] = value
         elif part:
             made[part[0]][of] = {**made[part[0]][of], name: value}
     return with_parts(generation, era(software), made, own, gpu=gpu)
-
-
-@functools.cache
-def _file() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(
-        files("parallel_ops.planner.validation").joinpath("refits.json").read_text(encoding="utf-8")
-    )
-    return found
