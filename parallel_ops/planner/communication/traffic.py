@@ -49,7 +49,7 @@ from parallel_ops.planner.memory.recomputation import recomputed
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import leaves_node, recomputed_share
-from parallel_ops.planner.plan import Plan, unchecked
+from parallel_ops.planner.plan import PLAN_FIELDS, Plan, unchecked
 from parallel_ops.planner.precision import FORMATS
 from parallel_ops.planner.results import Transfer
 
@@ -132,20 +132,8 @@ _ANY = Plan()
 
 def _plan_of(work: Work) -> Plan:
     """A plan with the fields of ``work``; ``state_bytes`` and ``group_link`` take a plan."""
-    return unchecked(
-        _ANY,
-        tp=work.tp,
-        cp=work.cp,
-        ep=work.ep,
-        expert_tp=work.expert_shards,
-        fsdp=work.fsdp,
-        micro_batch=work.micro_batch,
-        sequence_parallel=work.sequence_parallel,
-        cp_kind=work.cp_kind,
-        recompute=work.recompute,
-        dtype=work.dtype,
-        fused_loss=work.fused_loss,
-    )
+    shared = {name: value for name, value in work._asdict().items() if name in PLAN_FIELDS}
+    return unchecked(_ANY, **shared, expert_tp=work.expert_shards)
 
 
 def copies(model: Model, cluster: Cluster, plan: Plan, dispatcher: str) -> float:

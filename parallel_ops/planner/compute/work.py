@@ -1,5 +1,6 @@
 """What the time of a layer depends on, and the times of its passes."""
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from parallel_ops.planner.plan import Plan
@@ -32,6 +33,7 @@ class Work(NamedTuple):
 
     Attributes:
         alone: no other rank has the same parameters.
+        grad_bytes: of an accumulated gradient.
     """
 
     tp: int
@@ -39,7 +41,6 @@ class Work(NamedTuple):
     ep: int
     expert_shards: int
     fsdp: bool
-    alone: bool
     micro_batch: int
     sequence_parallel: bool
     cp_kind: str
@@ -50,35 +51,19 @@ class Work(NamedTuple):
     fused_ops: bool
     inplace_loss: bool
     fused_loss: bool
-    grad_bytes: int
     tp_overlap: bool
     capacity_factor: float
     cuda_graph: str
     dispatcher: str
+    alone: bool
+    grad_bytes: int
+
+
+# All but ``alone`` and ``grad_bytes``, which a plan does not have.
+_of_plan = attrgetter(*Work._fields[:-2])
 
 
 def work_of(plan: Plan) -> Work:
     """The ``Work`` of a plan."""
-    return Work(
-        tp=plan.tp,
-        cp=plan.cp,
-        ep=plan.ep,
-        expert_shards=plan.expert_shards,
-        fsdp=plan.fsdp,
-        alone=plan.dp * plan.cp == 1,
-        micro_batch=plan.micro_batch,
-        sequence_parallel=plan.sequence_parallel,
-        cp_kind=plan.cp_kind,
-        recompute=plan.recompute,
-        recompute_layers=plan.recompute_layers,
-        dtype=plan.dtype,
-        flash_attention=plan.flash_attention,
-        fused_ops=plan.fused_ops,
-        inplace_loss=plan.inplace_loss,
-        fused_loss=plan.fused_loss,
-        grad_bytes=4 if "fp32" in (plan.grad_dtype, plan.dtype) else 2,
-        tp_overlap=plan.tp_overlap,
-        capacity_factor=plan.capacity_factor,
-        cuda_graph=plan.cuda_graph,
-        dispatcher=plan.dispatcher,
-    )
+    grad_bytes = 4 if "fp32" in (plan.grad_dtype, plan.dtype) else 2
+    return Work._make((*_of_plan(plan), plan.dp * plan.cp == 1, grad_bytes))
