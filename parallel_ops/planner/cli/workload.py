@@ -1,11 +1,10 @@
 """Models with the workload of ``--seq``, ``--documents``, ``--lora`` and ``--workload``, and what that costs."""
 
 from dataclasses import replace
-from typing import Any
 
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.compute.documents import describe
-from parallel_ops.planner.field_text import parse_field
+from parallel_ops.planner.field_text import parse_fields
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.model.imbalance import dropped
 from parallel_ops.planner.plan import Plan
@@ -31,14 +30,7 @@ def with_fields(found: Model, text: str) -> Model:
     Raises:
         ValueError: a field is unknown (with the nearest names), is given twice, or no such number.
     """
-    given: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        name, number = parse_field(f"{name}={value}", "--workload", FIELDS)
-        if name in given:
-            raise ValueError(f"--workload: {name} is given twice")
-        given[name] = number
-    return replace(found, **given)
+    return replace(found, **parse_fields(text, "--workload", FIELDS))
 
 
 def sentences(found: Estimate) -> list[str]:
