@@ -6,14 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def check_count(owner: str, name: str, value: Any, at_least: int = 1) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``value`` is an integer of at least ``at_least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be an integer, got {value!r}")
+    if value < at_least:
+        raise ValueError(f"{owner}: {name} must be at least {at_least}, got {value}")
+
+
 def check_counts(owner: Any, names: Iterable[str], at_least: int = 1) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless each named field is an integer of at least ``at_least``."""
+    """``check_count`` of each named field."""
     for name in names:
-        value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{type(owner).__name__}: {name} must be an integer, got {value!r}")
-        if value < at_least:
-            raise ValueError(f"{type(owner).__name__}: {name} must be at least {at_least}, got {value}")
+        check_count(type(owner).__name__, name, getattr(owner, name), at_least)
 
 
 def check_figures(owner: Any, names: Iterable[str], *, zero: bool = False) -> None:

@@ -16,10 +16,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from parallel_ops.planner.checks import check_counts
+from parallel_ops.planner.checks import check_count
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.software import CURRENT, constants_of
@@ -87,7 +87,9 @@ def search(
         ValueError, TypeError: ``batch``, ``keep`` or ``processes`` is not a positive integer, the GPU has no matmuls in
             the dtype, or the target cannot train the model or supports no value that the options have for a field.
     """
-    given, given_options = _Given(batch=batch, keep=keep, processes=processes), options or default_options(cluster)
+    for name, value in (("batch", batch), ("keep", keep), ("processes", processes)):
+        check_count("search", name, value)
+    given_options = options or default_options(cluster)
     options = within_target(given_options)
     for dtype in options.dtype:
         cluster.gpu.peak(dtype)  # raises if the GPU has no such matmuls: no plan could run
@@ -95,20 +97,20 @@ def search(
         raise ValueError(f"{options.target} cannot train {model.name}: {reason}")
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
-    request = Request(model, cluster, given.batch, options, given_options, constants)
-    timed, rejected = timed_plans(request, given.processes)
+    request = Request(model, cluster, batch, options, given_options, constants)
+    timed, rejected = timed_plans(request, processes)
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
     estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
     known = functools.partial(_known, model, cluster, ranking, options)
     tight = functools.partial(_tight, model, cluster, software)
     exact = functools.cache(lambda plan: StepTime(model, cluster, plan, constants).simulated_seconds())
-    plans = [estimated(plan) for plan in _of_divisions(known(), given.keep, tight, exact)]
+    plans = [estimated(plan) for plan in _of_divisions(known(), keep, tight, exact)]
     plans.sort(key=lambda found: (found.tight, found.step))
     if plans:
         first = _simplest(plans, known(seconds=plans[0].step), estimated)
         others = (found for found in plans if found.tight > first.tight or division(found.plan) != division(first.plan))
-        plans = [first, *others][: given.keep]
+        plans = [first, *others][:keep]
     misses = _nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf))
     return SearchResult(
         model=model,
@@ -250,13 +252,3 @@ def _nearest_misses(
             if len(chosen) == MISSES_KEPT:
                 break
     return tuple(chosen.values())
-
-
-@dataclass(frozen=True)
-class _Given:
-    batch: int
-    keep: int
-    processes: int
-
-    def __post_init__(self) -> None:
-        check_counts(self, ("batch", "keep", "processes"))
