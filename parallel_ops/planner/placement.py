@@ -43,12 +43,6 @@ def stage_layers(
     return tuple(tuple(chunk) for chunk in held)
 
 
-def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The indices of the layers of each pipeline rank of ``plan``."""
-    v_shaped = plan.schedule in V_SHAPED
-    return stage_layers(model.num_layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
-
-
 def recomputed_share(model: Model, layers: int) -> float:
     """The share of the layers that ``Plan.recompute_layers`` or ``offload_layers`` of ``layers`` applies to; 0: all."""
     return layers / model.num_layers if 0 < layers < model.num_layers else 1

@@ -294,7 +294,3 @@ def _search(
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found
-
-
-# Version of what --json prints; it rises when a key goes or changes its meaning.
-SCHEMA = 1

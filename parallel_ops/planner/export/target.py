@@ -10,11 +10,6 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
-
-def _any_plan(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
-    return iter(())
-
-
 Limits = Mapping[str, tuple[tuple[Any, ...], str]]
 
 # Limits of systems that keep states and activations as PyTorch does, and route tokens to experts without a capacity.
@@ -64,7 +59,7 @@ class ExportTarget:
     software: str = CURRENT
     limits: Limits = field(default_factory=dict)
     models: Callable[[Model], Iterator[str]] = lambda model: iter(())
-    problems: Callable[[Model, Cluster, Plan], Iterator[str]] = _any_plan
+    problems: Callable[[Model, Cluster, Plan], Iterator[str]] = lambda model, cluster, plan: iter(())
     own: Callable[[Plan], dict[str, Any]] = lambda plan: {}
 
     def problem(self, model: Model, cluster: Cluster, plan: Plan) -> str | None:

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 
 from parallel_ops.planner.validation.measurement import table
 
-# Measured by the authors; computed by them from a formula or from other figures; or measured and used for the fit.
-ROLES = ("held out", "computed", "fitted")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -135,9 +132,9 @@ class Report:
             for (source, table, quantity), rows in tables.items()
         )
 
-    def select(self, quantity: str, *roles: str) -> tuple[Row, ...]:
-        """The rows of a quantity with one of ``roles``; all roles by default."""
-        return tuple(row for row in self.rows if row.quantity == quantity and (not roles or row.role in roles))
+    def select(self, quantity: str) -> tuple[Row, ...]:
+        """The rows of a quantity."""
+        return tuple(row for row in self.rows if row.quantity == quantity)
 
 
 def mean_error(rows: tuple[Row, ...]) -> float:
@@ -148,8 +145,3 @@ def mean_error(rows: tuple[Row, ...]) -> float:
 def bias(rows: tuple[Row, ...]) -> float:
     """Mean of the relative errors."""
     return sum(row.error for row in rows) / len(rows)
-
-
-def largest_error(rows: tuple[Row, ...]) -> float:
-    """Largest absolute relative error."""
-    return max(abs(row.error) for row in rows)

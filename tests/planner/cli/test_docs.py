@@ -11,7 +11,7 @@ import pytest
 
 from parallel_ops.planner import estimate, presets, search
 from parallel_ops.planner.feasibility import quick_memory_problem
-from parallel_ops.planner.placement import layers_of, leaves_node
+from parallel_ops.planner.placement import leaves_node, stage_layers, stage_layout
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.rules import RULES
 from parallel_ops.planner.validation.published import measurements
@@ -119,7 +119,7 @@ def test_13b_on_eight_24_gigabyte_cards_offloads_or_shards_all():
 
 def test_a_mixed_cluster_gives_its_faster_half_more_layers():
     found, plan, _ = chosen("llama3-70b", "a100-80x32+h100x32", 512, OFFLOADED)
-    stages = [len(layers) for layers in layers_of(found.model, plan)]
+    stages = [len(layers) for layers in stage_layers(found.model.num_layers, *stage_layout(plan))]
     assert sum(stages[: plan.pp // 2]) < sum(stages[plan.pp // 2 :])
     even = estimate(found.model, found.cluster, replace(plan, layers_per_chunk=()))
     assert found.best.step < even.step

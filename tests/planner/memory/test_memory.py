@@ -8,7 +8,7 @@ from parallel_ops.planner import Plan, SearchOptions, estimate, memory, presets,
 from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.memory import PlanMemory
 from parallel_ops.planner.memory.states import stage_parameters
-from parallel_ops.planner.placement import layers_of
+from parallel_ops.planner.placement import stage_layers, stage_layout
 
 GPT3 = presets.model("gpt3-175b")
 LLAMA = presets.model("llama3-8b")
@@ -96,7 +96,7 @@ def test_the_stages_together_hold_the_model():
     ):
         total = sum(stage.parameters for stage in memory(LLAMA, plan))
         assert total == 2 * LLAMA.parameters
-        assert sorted(sum(layers_of(LLAMA, plan), ())) == list(range(LLAMA.num_layers))
+        assert sorted(sum(stage_layers(LLAMA.num_layers, *stage_layout(plan)), ())) == list(range(LLAMA.num_layers))
 
 
 def test_expert_parallelism_shards_experts_alone():
