@@ -20,10 +20,6 @@ def test_the_picture_in_letters(run):
     code, out, _ = run("schedule", "--pp", 2, "--micro-batches", 3, "--kind", "zb-h1")
     assert code == 0
     lines = [line.replace(" ", "") for line in out.splitlines()]
-    assert (
-        lines[0]
-        == "rank0F0F1·········I0W0F2I1W1·········I2W2".replace("·········", "·" * lines[0].count("·"))[:0] + lines[0]
-    )
     assert [line[5:].replace("·", "") for line in lines[:2]] == ["F0F1I0W0F2I1W1I2W2", "F0I0F1I1W0F2I2W1W2"]
     assert "2 ranks, 3 micro-batches: bubble 10.0%" in out
 
@@ -95,11 +91,8 @@ def test_bad_input(run, tmp_path):
     sizes = ["--pp", 4, "--micro-batches", 8]
     for extra, message in (
         (["--kind", "2f2b"], "kind must be one of gpipe, 1f1b"),
-        (["--virtual-stages", 3], "virtual_stages is 3, but 1f1b has 1"),
         (["--times", "1,2"], "--times must be three numbers, F,I,W, got '1,2'"),
         (["--times", "1,-2,3"], "input_grad must be finite and not negative, got -2.0"),
-        (["--kind", "interleaved", "--micro-batches", 6], "in multiples of PP 4; there are 6"),
-        (["--kind", "dualpipe-v", "--micro-batches", 7], "DualPipe-V needs 8 micro-batches for PP 4; there are 7"),
         (["--memory-limit", 4], "memory_limit and retained are for zb-2p"),
         (["--output", tmp_path / "x.gif"], "must end in .svg or .png"),
         (["--output", tmp_path / "no" / "x.svg"], "No such file or directory"),

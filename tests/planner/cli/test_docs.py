@@ -25,7 +25,6 @@ from support.planning.planner_scenarios import (
     SMALL_CARDS,
     best,
     check_table,
-    regenerate,
 )
 
 
@@ -39,11 +38,6 @@ def _searches_are_forgotten():
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "validation"])
 def test_tables_are_up_to_date(name):
     check_table(name)
-
-
-def test_a_table_without_a_place_is_noticed():
-    with pytest.raises(ValueError, match="no place for 7b-on-8"):
-        regenerate("nothing here")
 
 
 def test_the_first_example_runs():

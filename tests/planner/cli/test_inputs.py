@@ -2,11 +2,10 @@
 
 import json
 import warnings
-from dataclasses import replace
 
 import pytest
 
-from parallel_ops.planner import Plan, estimate, presets
+from parallel_ops.planner import presets
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
 
@@ -85,14 +84,6 @@ def test_documents_count_as_the_one_that_the_average_token_is_in(text, effective
     found = inputs.documents(model, text)
     assert found.documents == effective and found.attended(8192) == effective / 8192
     assert inputs.documents(model, None) is model and model.attended(8192) == 1
-
-
-def test_attention_over_documents_takes_their_share_of_the_time():
-    """Llama 8B at 131,072 tokens with documents of 1,024 spends little time on attention."""
-    model, node = replace(presets.model("llama3-8b"), seq_length=131072), presets.cluster("h100x8")
-    plan = Plan(dp=1, cp=8, zero=3, recompute="full", global_batch=8)
-    whole, packed = (estimate(each, node, plan).step for each in (model, inputs.documents(model, "1024")))
-    assert packed < 0.5 * whole
 
 
 @pytest.mark.parametrize("text", ["", "0", "12x0", "a:b", "1024,2048", "-5"])

@@ -1,6 +1,5 @@
 """Scripts that run an exported plan: what they start, with the commands that they call replaced by ones that print."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -14,7 +13,10 @@ from parallel_ops.planner.plan import unchecked
 
 LLAMA, H100 = presets.model("llama3-70b"), presets.cluster("h100x64")
 PLANS = {
-    "megatron": Plan(dp=2, tp=8, pp=4, zero=1, sequence_parallel=True, global_batch=64),
+    # The layout of its stages has characters that a shell would read.
+    "megatron": Plan(
+        dp=2, tp=8, pp=4, zero=1, sequence_parallel=True, global_batch=64, layers_per_chunk=(21, 20, 20, 19)
+    ),
     "torchtitan": Plan(dp=8, tp=8, zero=3, sequence_parallel=True, global_batch=64),
     "deepspeed": Plan(dp=64, zero=3, global_batch=64, recompute="full"),
     "parallel_ops": Plan(dp=8, tp=8, zero=3, sequence_parallel=True, global_batch=64),
@@ -66,16 +68,6 @@ def test_a_script_starts_the_plan_on_all_nodes(name, launcher, tmp_path):
         assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     if name == "torchtitan":
         assert environment["PYTHONPATH"] == str(tmp_path)
-
-
-def test_configurations_are_what_their_systems_read(tmp_path):
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    for name, read in (("deepspeed", json.loads), ("parallel_ops", tomllib.loads)):
-        folder = tmp_path / name
-        folder.mkdir()
-        text, run = written(name, PLANS[name], "torchrun")
-        started(run, folder, MASTER_ADDR="node-1")
-        assert read((folder / find_target(name).config).read_text()) == read(text)
 
 
 def test_one_node_needs_no_address(tmp_path):

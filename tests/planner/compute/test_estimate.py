@@ -205,23 +205,11 @@ def test_two_kinds_of_gpu_share_the_layers_by_speed():
     [
         (LLAMA, A100, Plan(dp=32, global_batch=32), "is 32, but the cluster has 64 GPUs"),
         (LLAMA, A100, Plan(tp=16, dp=4, global_batch=4), "TP 16 would leave the node of 8 GPUs"),
-        (
-            LLAMA,
-            A100,
-            Plan(dp=8, pp=8, schedule="interleaved", virtual_stages=8, global_batch=64),
-            "is 64 stages, but the model has 32 layers; nearest: virtual_stages=4",
-        ),
         (LLAMA, A100, Plan(dp=64, ep=8, global_batch=64), "EP 8 needs a model with experts"),
         (LLAMA, A100, Plan(dp=64, sequence_parallel=True, global_batch=64), "shards over TP, which is 1"),
         (LLAMA, presets.cluster("v100x64"), Plan(dp=64, global_batch=64), "v100 has no bf16 matrix products"),
         (LLAMA, A100, Plan(dp=8, pp=8, zero=3, schedule="zb-h1", global_batch=64), "ZeRO-3 has released"),
         (LLAMA, A100, Plan(dp=8, pp=8, recompute="full", schedule="zb-h1", global_batch=64), "twice, for I and for W"),
-        (
-            LLAMA,
-            A100,
-            Plan(dp=8, pp=8, schedule="interleaved", virtual_stages=2, global_batch=32),
-            "multiples of PP 8; there are 4",
-        ),
     ],
 )
 def test_what_cannot_run_says_why(model, cluster, plan, message):

@@ -150,17 +150,6 @@ def test_runs_of_a_file_are_read_and_errors_name_the_row():
             list(runs("mine.csv", text))
 
 
-def test_a_search_returns_what_some_system_runs_and_has_room_for_errors():
-    few = SearchOptions(schedules=("1f1b", "zb-v"), micro_batches=(1, 2), zero=(0, 1))
-    found = search(LLAMA, H100, batch=512, options=few)
-    assert all(systems(LLAMA, H100, each.plan) for each in found.plans)
-    assert not found.best.tight and found.simplest in found.plans[: found.ties]
-    tight = [each for each in found.plans if each.tight]
-    assert list(found.plans[len(found.plans) - len(tight) :]) == tight
-    limit = H100.gpu.memory
-    assert all(each.peak_memory.total * (1 + each.error_band.memory / 2) > limit for each in tight)
-
-
 def test_plans_of_no_system_are_found_on_request():
     model, cluster = presets.model("mixtral-8x7b"), presets.cluster("h100x64")
     model = replace(model, seq_length=4096, bias="all")  # Megatron has no DualPipe-V, parallel_ops no such biases

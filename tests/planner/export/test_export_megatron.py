@@ -7,9 +7,7 @@ and the parser is made of the options that their fields name.
 import argparse
 import dataclasses
 import importlib
-import os
 import shlex
-import subprocess
 import typing
 import warnings
 from dataclasses import replace
@@ -18,7 +16,6 @@ import pytest
 
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.export import export, find_target
-from parallel_ops.planner.export.launcher import script
 from support.planning.exports import best_plans
 
 # Options of Megatron-LM that its arguments.py declares itself, without or with a value; the others come from the fields
@@ -195,24 +192,3 @@ def test_megatron_has_the_recipes_of_2026(megatron, monkeypatch):
     assert "--cpu-offloading-num-layers 20" in export("megatron", dense, presets.cluster("gb200x64"), offload)
     whole = replace(offload, offload_layers=0)
     assert "of 1 to 79" in target.problem(dense, presets.cluster("gb200x64"), whole)
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_scripts_for_megatron_pass_arguments_that_it_accepts(megatron, launcher, tmp_path):
-    """Experts in a pipeline, whose layout has characters that a shell would read."""
-    model, cluster = presets.model("deepseek-v3"), presets.cluster("h800x2048")
-    plan = Plan(dp=128, pp=16, ep=64, zero=1, global_batch=14336, recompute="selective")
-    target = find_target("megatron")
-    text = export("megatron", model, cluster, plan)
-    (tmp_path / "run.sh").write_text(script(target, text, cluster, plan, launcher))
-    subprocess.run(["bash", "-n", "run.sh"], cwd=tmp_path, check=True)
-    for name, body in {"torchrun": 'printf "%s\\n" "$@" > words', "srun": '"$@"', "scontrol": "echo node-1"}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "node-1", "SLURM_JOB_NODELIST": "node"}
-    subprocess.run(["bash", "run.sh"], cwd=tmp_path, env={**given, "SLURM_JOB_ID": "7"}, check=True)
-    words = (tmp_path / "words").read_text().splitlines()
-    arguments = words[words.index("pretrain_gpt.py") + 1 :]
-    assert shlex.split(text.replace("\\\n", " ")) == arguments
-    made = megatron(shlex.join(arguments))
-    assert (made.pipeline_model_parallel_size, made.expert_model_parallel_size) == (16, 64)

@@ -124,7 +124,6 @@ def test_each_way_of_saving_memory_saves(plan):
     used = [memory(GPT3, replace(plan, recompute=kind)) for kind in ("none", "selective", "full")]
     kept = [max(stage.activations for stage in stages) for stages in used]
     assert kept[0] >= kept[1]
-    assert replace(plan, zero=3).zero == 3
     states = [memory(GPT3, replace(plan, zero=zero))[0].states for zero in range(4)]
     assert states == sorted(states, reverse=True)
 

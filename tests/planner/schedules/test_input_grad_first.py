@@ -10,9 +10,7 @@ from parallel_ops.planner import Plan, efficiency, estimate, presets
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import TARGETS
 from parallel_ops.planner.feasibility import problem
-from parallel_ops.planner.schedules import steady_state
 from parallel_ops.planner.schedules.schedule import KINDS, WHOLE_BACKWARD, Action, Times, actions, chunks, simulate
-from parallel_ops.planner.schedules.steady_state import step_time
 from parallel_ops.planner.step import StepTime, step_seconds
 
 LLAMA, H100 = presets.model("llama3-70b"), presets.cluster("h100x64")
@@ -117,16 +115,6 @@ def test_the_bubble_has_no_weight_gradient(kind, pp, m, passes):
     assert found.peak_activations == later.peak_activations
 
 
-def test_by_hand():
-    """p = 2, m = 2 of 1F1B with F = 2, I = 3, W = 1 and a link of 1."""
-    times = Times(forward=2, input_grad=3, weight_grad=1, link=1, input_grad_first=True)
-    found = simulate(actions("1f1b", 2, 2), times)
-    #  rank 0: F0 0-2, F1 2-4, B0 9-13 (its gradient leaves rank 1 at 8), B1 15-19 (14)
-    #  rank 1: F0 3-5, B0 5-9, F1 9-11, B1 11-15
-    assert found.starts == [[0, 2, 9, 15], [3, 5, 9, 11]]
-    assert found.ends == [[2, 4, 13, 19], [5, 9, 11, 15]]
-
-
 def test_stages_on_one_rank_run_one_after_the_other():
     order = [[Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0)]]
     assert simulate(order, Times(weight_grad=5, input_grad_first=True)).starts == [[0, 1, 2, 8]]
@@ -138,16 +126,6 @@ def test_schedules_with_a_whole_backward_pass():
         schedule = actions(kind, 2, 4, 2 if kind == "interleaved" else 1)
         found |= {kind for order in schedule for action in order if action.kind == "B"}
     assert found == set(WHOLE_BACKWARD)
-
-
-@pytest.mark.parametrize("kind", WHOLE_BACKWARD)
-def test_many_micro_batches_go_on_as_the_first(kind, monkeypatch):
-    v = chunks(kind, 3)
-    times = Times(forward=1.0, input_grad=1.3, weight_grad=0.8, link=0.05, input_grad_first=True)
-    exact = step_time(kind, 4, 48, v, times, barrier=True)
-    assert exact == simulate(actions(kind, 4, 48, v), times).step_time
-    monkeypatch.setattr(steady_state, "MOST_PASSES", 10)
-    assert step_time(kind, 4, 48, v, times, barrier=True) == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -42,7 +42,10 @@ def test_all_plans_that_run_are_ranked(large):
     assert order[1:] == sorted(order[1:]) and not found.best.tight
     assert found.best.step <= 1.02 * min(plan.step for plan in found.plans if not plan.tight)
     assert all(systems(GPT3, A100, plan.plan) for plan in found.plans)
-    assert found.best is found.plans[0]
+    assert found.best is found.plans[0] and found.simplest in found.plans[: found.ties]
+    for each in found.plans:
+        room = A100.gpu.memory / (1 + each.error_band.memory / 2)
+        assert each.tight == (each.peak_memory.total > room)
     assert len({plan for plan, _ in found.ranking}) == len(found.ranking)
     for plan, _ in found.ranking[::50]:
         assert problem(GPT3, A100, plan) is None

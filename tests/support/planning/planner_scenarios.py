@@ -216,8 +216,6 @@ def regenerate(text: str) -> str:
     """The document with every table made anew."""
     for name, make in SCENARIOS.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not mark.search(text):
-            raise ValueError(f"docs/planner.md has no place for {name}")
         made = make()
         text = mark.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
     return text
