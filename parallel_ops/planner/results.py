@@ -1,9 +1,8 @@
 """Results of the planner: memory of a stage, traffic of a group, the estimate of a plan."""
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
-from parallel_ops.planner.cluster import GPU, Cluster
+from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT
 from parallel_ops.planner.error_band import ErrorBand, error_band
 from parallel_ops.planner.model import Model
@@ -53,20 +52,6 @@ class StageMemory:
 
 
 DEVICE_MEMORY = tuple(f.name for f in fields(StageMemory) if f.name not in ("stage", "host", "in_flight"))
-
-
-class StageGroup(NamedTuple):
-    """Consecutive stages ``first`` to ``last`` on one kind of GPU, each with ``memory``."""
-
-    first: int
-    last: int
-    memory: StageMemory
-    gpu: GPU
-
-    @property
-    def label(self) -> str:
-        """``"3"`` or ``"3-6"``."""
-        return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,20 +146,6 @@ class Estimate:
     def tflops_per_gpu(self) -> float:
         """TFLOP/s of one GPU, without recomputation."""
         return self.model_flops / self.step / self.plan.gpus / 1e12
-
-    def stage_groups(self) -> list[StageGroup]:
-        """The stages in order. Neighbours are grouped if every part of their memory differs by less than 0.005 GiB."""
-
-        def alike(one: StageMemory, other: StageMemory) -> bool:
-            return all(abs(getattr(one, name) - getattr(other, name)) < 0.005 * GIB for name in DEVICE_MEMORY)
-
-        groups: list[StageGroup] = []
-        for stage, gpu in zip(self.memory, self.cluster.stage_gpus(self.plan.pp), strict=True):
-            if groups and groups[-1].gpu == gpu and alike(groups[-1].memory, stage):
-                groups[-1] = groups[-1]._replace(last=stage.stage)
-            else:
-                groups.append(StageGroup(stage.stage, stage.stage, stage, gpu))
-        return groups
 
     @property
     def data_tokens_per_second(self) -> float:

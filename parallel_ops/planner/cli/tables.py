@@ -13,7 +13,7 @@ from parallel_ops.planner.cli.comparison import MATTERS, close, least, why
 from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.export.trainer import TRAINER
-from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, StageMemory
 from parallel_ops.planner.search.result import SearchResult
 from parallel_ops.planner.training_run import Expected
 
@@ -204,15 +204,27 @@ def run(found: Expected) -> Table:
 
 
 def memory(estimate: Estimate) -> Table:
-    """Memory of each stage in GiB."""
+    """Memory of each stage in GiB; of neighbours on one kind of GPU with the same parts once."""
     out = new_table("Memory of one GPU, GiB")
     short = dict(zip(DEVICE_MEMORY, ("params", "grads", "optim", "activ", "logits", "buffer", "system"), strict=True))
     for name in ("stage", *DEVICE_MEMORY, "total", "of"):
         out.add_column(short.get(name, name), justify="right", no_wrap=True)
-    for group in estimate.stage_groups():
-        parts = [f"{getattr(group.memory, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
-        out.add_row(group.label, *parts, f"{group.gpu.memory / GIB:.1f}")
+    gpus = estimate.cluster.stage_gpus(estimate.plan.pp)
+    groups: list[list[StageMemory]] = []
+    for stage in estimate.memory:
+        if groups and gpus[stage.stage] == gpus[groups[-1][0].stage] and _alike(groups[-1][0], stage):
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    for first, *others in groups:
+        label = f"{first.stage}-{others[-1].stage}" if others else f"{first.stage}"
+        parts = [f"{getattr(first, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
+        out.add_row(label, *parts, f"{gpus[first.stage].memory / GIB:.1f}")
     return out
+
+
+def _alike(one: StageMemory, other: StageMemory) -> bool:
+    return all(abs(getattr(one, name) - getattr(other, name)) < 0.005 * GIB for name in DEVICE_MEMORY)
 
 
 def transfers(estimate: Estimate) -> Table:
