@@ -148,16 +148,6 @@ def _send(sender: "Connection", request: Request, reached: Any) -> None:
 def _timed(request: Request, plans: Iterable[Plan]) -> Timed:
     """The plans with their seconds per step."""
     model, cluster, constants = request.model, request.cluster, request.constants
-    found = []
     shared: dict[object, Any] = {}
-    twins: dict[object, float] = {}
-    for plan in map(dispatched(request.given, model, cluster), plans):
-        if plan.pp == 1 or not plan.fsdp or plan.zero not in (1, 2):
-            found.append((step_seconds(model, cluster, plan, constants, shared), plan))
-            continue
-        # In a pipeline FSDP reduces gradients once per step under ZeRO-1 and 2: the same time.
-        key = tuple({**vars(plan), "zero": 1}.values())
-        if key not in twins:
-            twins[key] = step_seconds(model, cluster, plan, constants, shared)
-        found.append((twins[key], plan))
-    return found
+    made = map(dispatched(request.given, model, cluster), plans)
+    return [(step_seconds(model, cluster, plan, constants, shared), plan) for plan in made]
