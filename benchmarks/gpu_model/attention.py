@@ -40,7 +40,6 @@ class Grid(NamedTuple):
     others: int  # tokens of a tile
     pairs: int
     section: int
-    splits: int
     members: int  # heads that a program takes one after the other
     window: int | None
     resident: int = 1
@@ -52,10 +51,6 @@ class Grid(NamedTuple):
     @property
     def programs(self) -> int:
         return self.blocks * self.pairs
-
-    def before(self) -> "Grid":
-        """Head by head, and the members of a group in one program."""
-        return self._replace(section=1, pairs=self.pairs // self.splits, splits=1, members=self.members * self.splits)
 
     def tiles(self, block: int) -> int:
         """Tiles of one block under a causal mask."""
@@ -116,15 +111,14 @@ def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
         own, others = "BLOCK_QUERIES", "BLOCK_KEYS"
         if launch.name == "_keys_kernel":
             own, others = others, own
-        splits = arguments.get("splits", 1)
         resident = 1
         if compiled:
             code = aot.compile_for(launch, device.capability)
             resident = device.resident(code.registers, dict(launch.options)["num_warps"], code.shared_bytes)
-        members = arguments["group"] // splits if launch.name == "_keys_kernel" else 1
+        members = arguments["group"] // arguments["splits"] if launch.name == "_keys_kernel" else 1
         grid = Grid(
-            launch.name, tokens, arguments[own], arguments[others], arguments["pairs"], arguments["section"], splits,
-            members, window, resident,
+            launch.name, tokens, arguments[own], arguments[others], arguments["pairs"], arguments["section"], members,
+            window, resident,
         )  # fmt: skip
         if launch.call[2][0] != grid.programs:
             raise ValueError(f"{launch} has {launch.call[2][0]} programs, not {grid.programs}")
@@ -147,10 +141,6 @@ def section(devices: Sequence[Device]) -> str:
     lines = [
         "## How full attention keeps a GPU",
         "",
-        "Programs of each launch and the share of its time in which the multiprocessors have one, by scheduling the",
-        "programs in their order (`benchmarks/gpu_model/attention.py`), causal, bfloat16; before: head by head, and",
-        "all of a group's heads in one program of dK and dV. Sequences x tokens x heads x key heads x dims.",
-        "",
         "| shape | kernel | " + " | ".join(f"{d.name}, {d.multiprocessors}" for d in named) + " |",
         "|---|---|" + "---|" * len(named),
     ]
@@ -159,9 +149,7 @@ def section(devices: Sequence[Device]) -> str:
         by_device = [grids(shape, device) for device in named]
         for kernels in zip(*by_device, strict=True):
             cells = [
-                f"{g.before().programs} programs {g.before().busy(d.multiprocessors):.0%}, now {g.programs} "
-                f"{g.busy(d.multiprocessors):.0%}"
-                for g, d in zip(kernels, named, strict=True)
+                f"{g.programs} programs {g.busy(d.multiprocessors):.0%}" for g, d in zip(kernels, named, strict=True)
             ]
             lines.append(f"| {name} | {KERNELS[kernels[0].kernel]} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

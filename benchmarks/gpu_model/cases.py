@@ -77,21 +77,17 @@ class Row:
 
 
 def benchmark(op: str) -> Benchmark:
-    return ops.every()[op.partition(".")[0]]
+    return ops.every()[op]
 
 
 def rows(op: str, shape: Shape, dtype: str, devices: Sequence[Device]) -> Iterator[Row]:
     """Every direction on every device."""
     bench, torch_dtype = benchmark(op), DTYPES[dtype]
-    _, _, peer = op.partition(".")
-    provider = bench.peers[peer].load() if peer else None
     counted: dict[tuple[int, int], dict[str, list[Facts]]] = {}
     for device in devices:
         kind = device.capability, device.multiprocessors
         if kind not in counted:
-            counted[kind] = directions(bench, shape, torch_dtype, *kind, op=provider)
-            if peer:  # which does the backward's work in the forward
-                counted[kind] = {"full": [x for launches in counted[kind].values() for x in launches]}
+            counted[kind] = directions(bench, shape, torch_dtype, *kind)
         for direction, facts in counted[kind].items():
             least = bench.traffic(shape, torch_dtype).of(direction)
             yield _row(op, direction, shape, dtype, predict(facts, device, least, math.prod(shape)))

@@ -7,20 +7,15 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.gpu_model import attention, devices, table
+from benchmarks.gpu_model import attention, table
 from benchmarks.gpu_model.cases import DTYPES, SHAPES, Row, dtypes, rows
+from benchmarks.gpu_model.devices import DEVICES
+from benchmarks.harness import options
 from parallel_ops._internal import command_line
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-_RESULTS = Path(__file__).parents[1] / "results"
+_MARK = "<!-- What follows is written by benchmarks.gpu_model. -->"
 
 
-def main() -> None:
-    """Runs the command line."""
-    command_line.run(app, "python -m benchmarks.gpu_model", errors=(OSError, ValueError))
-
-
-@app.command()
 def command(
     op: Annotated[list[str] | None, typer.Option(help="The ops; all by default. Repeatable.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Sizes such as 2048x4x4096, instead of the op's own.")] = None,
@@ -31,30 +26,41 @@ def command(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for the rows; those of the same cases are replaced.")
     ] = None,
-    page: Annotated[Path | None, typer.Option("--table", help="File for the page made of all rows.")] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--table", help="File for the tables of all rows, after what the file has above its mark."),
+    ] = None,
     measured: Annotated[
         Path, typer.Option(exists=True, file_okay=False, help="Folder of CSV files that were measured.")
-    ] = _RESULTS,
+    ] = options.RESULTS,
 ) -> None:
     """Prints the speed that kernels should reach on GPUs that need not be there, from their compiled code."""
-    gpus = devices.load()
-    for given, known in ((op, list(SHAPES)), (dtype, list(DTYPES)), (device, [d.name for d in gpus])):
-        for name in given or []:
-            if name not in known:
-                command_line.fail(f"unknown {name!r}; choose from {', '.join(known)}")
+    options.check("op", op, SHAPES)
+    options.check("dtype", dtype, DTYPES)
+    options.check("device", device, (d.name for d in DEVICES))
     known_rows = _read(json_file) if json_file else {}
     measurements = table.measured(measured)
     for name in op or SHAPES:
         sizes = [tuple(int(n) for n in s.split("x")) for s in shape] if shape else SHAPES[name]
         for size in sizes:
             for kind in dtype or dtypes(name, size):
-                for row in rows(name, size, kind, [d for d in gpus if d.name in (device or [d.name])]):
+                for row in rows(name, size, kind, [d for d in DEVICES if d.name in (device or [d.name])]):
                     known_rows[row.key] = row
                     _show(row, measurements.get(row.key))
                 if json_file:
                     json_file.write_text(json.dumps([dataclasses.asdict(r) for r in known_rows.values()], indent=1))
     if page:
-        page.write_text(f"{table.page(list(known_rows.values()), gpus, measurements)}\n{attention.section(gpus)}")
+        prose = page.read_text().partition(_MARK)[0] if page.exists() else ""
+        tables = table.page(list(known_rows.values()), DEVICES, measurements)
+        page.write_text(f"{prose}{_MARK}\n{tables}\n{attention.section(DEVICES)}")
+
+
+app = options.single(command)
+
+
+def main() -> None:
+    """Runs the command line."""
+    command_line.run(app, "python -m benchmarks.gpu_model", errors=(OSError, ValueError))
 
 
 def _read(path: Path) -> dict[tuple[str, ...], Row]:

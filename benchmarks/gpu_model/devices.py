@@ -1,8 +1,6 @@
-"""Resources of GPUs. Every figure of ``devices.json`` names its source."""
+"""Resources of GPUs."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 # CUDA C++ Programming Guide, appendix on compute capabilities, technical specifications per multiprocessor: the same
 # for 8.0, 9.0 and 10.0 but for shared memory, of which the runtime takes 1 KiB a block for itself.
@@ -52,14 +50,15 @@ class Device:
         return min(BLOCKS, WARPS // warps, REGISTERS // (a_warp * warps), SHARED_MEMORY[self.capability] // shared)
 
 
-def load() -> list[Device]:
-    data = json.loads(Path(__file__).with_name("devices.json").read_text())
-    fields = ("multiprocessors", "clock", "bandwidth", "l2")
-    for name, device in data["devices"].items():
-        for field in fields:
-            if device[field]["source"] not in data["sources"]:
-                raise ValueError(f"devices.json: {field} of {name} has no source")
-    return [
-        Device(name, device["capability"], *(device[field]["value"] for field in fields))
-        for name, device in data["devices"].items()
-    ]
+# Sources, all of NVIDIA. A100: architecture whitepaper (2020) and datasheet (2021), SXM 80 GB. H100: architecture
+# whitepaper (2022); bandwidths by the datasheet (2023). H200: datasheet (2024); the chip is that of the H100, L2 by
+# cudaGetDeviceProperties. The clock of both SXM parts is their highest, which memory-bound kernels keep. B200:
+# datasheet of the HGX B200 (2024), an eighth of the board; SMs and L2 by cudaGetDeviceProperties; its clock is assumed,
+# below that of the H100.
+DEVICES = (
+    Device("A100", 80, multiprocessors=108, clock=1.41e9, bandwidth=2.039e12, l2=40 << 20),
+    Device("H100 PCIe", 90, multiprocessors=114, clock=1.755e9, bandwidth=2.0e12, l2=50 << 20),
+    Device("H100 SXM", 90, multiprocessors=132, clock=1.98e9, bandwidth=3.35e12, l2=50 << 20),
+    Device("H200", 90, multiprocessors=132, clock=1.98e9, bandwidth=4.8e12, l2=60 << 20),
+    Device("B200", 100, multiprocessors=148, clock=1.755e9, bandwidth=8.0e12, l2=132644864),
+)

@@ -19,7 +19,7 @@ from parallel_ops import bias_gelu, silu_mul
 
 pytestmark = pytest.mark.aot
 
-GPUS = {d.name: d for d in devices.load()}
+GPUS = {d.name: d for d in devices.DEVICES}
 BF16 = torch.bfloat16
 NORMS = ("layer_norm", "rms_norm")
 SOFTMAXES = ("scaled_causal_softmax", "scaled_masked_softmax")
@@ -55,9 +55,7 @@ def test_the_page_shows_measurements_beside_predictions():
     )
     assert line in page
     assert "| gelu | forward | 50% | bytes |" in page
-    assert "| gelu forward 8x16 | 50% | waves 40%, issue 10% | programs that divide evenly" in page
-    assert "measured on a GPU but what says so" in page
-    assert "Nothing on this page was measured on a GPU.**" in table.page(rows, list(GPUS.values()), {})
+    assert "| gelu forward 8x16 | 50% | waves 40%, issue 10% |" in page
 
 
 def test_measurements_of_gpus_are_found_among_other_tables():
