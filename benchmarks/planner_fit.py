@@ -10,8 +10,9 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from parallel_ops.planner import presets, validation
 from parallel_ops.planner.compute.efficiency import Efficiency, table
@@ -40,6 +41,7 @@ MOST_ROWS, MOST_PASSES = 180, 1000
 MOST_COLUMNS = 100
 
 Values = dict[tuple[str, str], float]
+Key = TypeVar("Key")
 
 
 def start() -> Values:
@@ -78,33 +80,47 @@ def sample() -> list[Measurement]:
 
 
 def loss(values: Values, rows: Sequence[Measurement]) -> float:
-    """Mean over the tables, by the root of their rows, of the mean and the bias of the logarithmic errors."""
+    """The mean error of the rows."""
     efficiencies = constants(values)
+    return mean_error(rows, [predicted(row, efficiencies) for row in rows])
+
+
+def mean_error(rows: Sequence[Measurement], seconds: Sequence[float]) -> float:
+    """Mean over the tables, by the root of their rows, of the mean and the bias of the logarithmic errors."""
     errors: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        errors[row.table].append(math.log(predicted(row, efficiencies) / row.seconds))
-    weights = {name: math.sqrt(len(found)) for name, found in errors.items()}
-    each = {n: (sum(map(abs, found)) + BIAS * abs(sum(found))) / len(found) for n, found in errors.items()}
-    return sum(weights[name] * each[name] for name in errors) / sum(weights.values())
+    for row, found in zip(rows, seconds, strict=True):
+        errors[row.table].append(math.log(found / row.seconds))
+    weights = {name: math.sqrt(len(each)) for name, each in errors.items()}
+    means = {name: (sum(map(abs, each)) + BIAS * abs(sum(each))) / len(each) for name, each in errors.items()}
+    return sum(weights[name] * means[name] for name in errors) / sum(weights.values())
 
 
-def improved(values: Values, rows: Sequence[Measurement], step: float, near: Values | None = None) -> Values:
-    """``values`` after coordinate descent with relative steps of ``step``. ``near``: see ``fit``."""
+def moved(values: Mapping[Key, float], near: Mapping[Key, float]) -> float:
+    """How far constants are from others, in factors of e."""
+    return sum(abs(math.log(values[key] / near[key])) for key in values)
 
-    def cost(tried: Values) -> float:
-        left = sum(abs(math.log(tried[key] / near[key])) for key in tried) if near else 0.0
-        return loss(tried, rows) + PRIOR * left
 
-    best, least, moved = dict(values), cost(values), True
-    while moved:
-        moved = False
-        for key in values:
-            for factor in (1 + step, 1 / (1 + step)):
-                value = min(1.0, float(f"{best[key] * factor:.3g}"))
-                if value == best[key]:
-                    continue
-                if (found := cost(best | {key: value})) < least - 1e-7:
-                    best[key], least, moved = value, found, True
+def descended(
+    begin: Mapping[Key, float], cost: Callable[[dict[Key, float]], float], steps: Sequence[float],
+    is_share: Callable[[Key], bool] = lambda _: True, gain: float = 1e-7,
+) -> dict[Key, float]:  # fmt: skip
+    """The constants with the smallest cost, by coordinate descent with one relative step after another.
+
+    Args:
+        is_share: Constants that are at most 1.
+        gain: The least that a step must lower the cost.
+    """
+    best, least = dict(begin), cost(dict(begin))
+    for step in steps:
+        moving = True
+        while moving:
+            moving = False
+            for key in begin:
+                for factor in (1 + step, 1 / (1 + step)):
+                    value = float(f"{best[key] * factor:.3g}")
+                    value = min(1.0, value) if is_share(key) else value
+                    if value != best[key] and (found := cost(best | {key: value})) < least - gain:
+                        best[key], least, moving = value, found, True
     return best
 
 
@@ -118,11 +134,12 @@ def fit(
 
     ``near``: constants that leaving costs ``PRIOR`` per factor of e, so that those that the rows do not determine stay.
     """
-    rows = sample() if rows is None else rows
-    values = start() if begin is None else begin
-    for step in steps:
-        values = improved(values, rows, step, near)
-    return values
+    given = sample() if rows is None else rows
+
+    def cost(values: Values) -> float:
+        return loss(values, given) + (PRIOR * moved(values, near) if near else 0.0)
+
+    return descended(start() if begin is None else begin, cost, steps)
 
 
 def held_out_error(seed: int, steps: Sequence[float] = STEPS[:2]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.planner_fit import BIAS, FLASH_BACKWARD, differing, written
+from benchmarks.planner_fit import FLASH_BACKWARD, descended, differing, mean_error, moved, written
 from parallel_ops.planner import presets, validation
 from parallel_ops.planner.compute.efficiency import SHARES
 from parallel_ops.planner.compute.software import FEWEST_TABLES, era, parts, with_parts
@@ -78,31 +78,13 @@ def sample() -> list[Measurement]:
 
 
 def loss(values: Values, rows: Sequence[Measurement], begin: Values) -> float:
-    """Mean over the sources of the mean and the bias of the logarithmic errors, and what the constants have moved."""
-    errors: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        errors[row.table].append(math.log(predicted(row, values) / row.seconds))
-    weights = {name: math.sqrt(len(found)) for name, found in errors.items()}
-    each = {n: (sum(map(abs, found)) + BIAS * abs(sum(found))) / len(found) for n, found in errors.items()}
-    moved = sum(abs(math.log(values[key] / begin[key])) for key in values)
-    return sum(weights[name] * each[name] for name in errors) / sum(weights.values()) + PRIOR * moved
+    """The mean error of the rows, and what the constants have moved."""
+    return mean_error(rows, [predicted(row, values) for row in rows]) + PRIOR * moved(values, begin)
 
 
-def fit(rows: Sequence[Measurement], begin: Values, steps: Sequence[float] = STEPS) -> Values:
+def fit(rows: Sequence[Measurement], begin: Values) -> Values:
     """The constants with the smallest ``loss`` of ``rows``, by coordinate descent from ``begin``."""
-    best, least = dict(begin), loss(begin, rows, begin)
-    for step in steps:
-        moved = True
-        while moved:
-            moved = False
-            for key in begin:
-                for factor in (1 + step, 1 / (1 + step)):
-                    value = float(f"{best[key] * factor:.3g}")
-                    if key[2] in SHARES:
-                        value = min(1.0, value)
-                    if value != best[key] and (found := loss(best | {key: value}, rows, begin)) < least - 1e-6:
-                        best[key], least, moved = value, found, True
-    return best
+    return descended(begin, lambda values: loss(values, rows, begin), STEPS, lambda key: key[2] in SHARES, 1e-6)
 
 
 def named(values: Values) -> dict[str, float]:
@@ -135,8 +117,8 @@ def carriers(values: Values, rows: Sequence[Measurement]) -> Moved:
     for key, value in values.items():
         tables: dict[str, list[float]] = defaultdict(list)
         for row, seconds in zip(rows, before, strict=True):
-            moved = abs(math.log(predicted(row, values | {key: value / 1.1}) / seconds))
-            tables[row.table].append(moved)
+            change = abs(math.log(predicted(row, values | {key: value / 1.1}) / seconds))
+            tables[row.table].append(change)
         carry = sorted(name for name, each in tables.items() if sum(each) / len(each) >= CARRIED)
         found[key] = carry, float(f"{max(max(each) for each in tables.values()) / math.log(1.1):.2g}")
     return found
