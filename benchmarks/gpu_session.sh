@@ -195,7 +195,9 @@ for name in $steps; do
     models)
       step models "$python" -m benchmarks huggingface --large --dtype bfloat16 --batch 2 --compiled --liger
       ;;
-    graphs) step graphs "$python" -m benchmarks.gpu_session.capture ;;
+    graphs)
+      step graphs "$python" -m benchmarks.gpu_session.prove kernels --only captured --device "$device" --output "$output"
+      ;;
     overlap) step overlap "$python" -m benchmarks overlap --device cuda --model llama-70b --output "$output" ;;
     *)
       echo "unknown step $name" >&2

@@ -1,27 +1,24 @@
-"""``python -m benchmarks.gpu_session.capture``: a training step of a Transformer, captured in one CUDA graph.
+"""A training step of a Transformer, captured in one CUDA graph.
 
 Two models of the same weights train on the same batches, one in eager mode and one by replays of its graph, forward,
 backward and AdamW. Their losses must be the same bits: every kernel adds in an order that the shapes set. What both
-take a step is printed. Exits with 1 where losses differ. The same is printed of the trainer, with ``run.cuda_graph``
-and without, whose losses may differ by the rounding of learning rates.
+take a step is printed. The same is printed of the trainer, with ``run.cuda_graph`` and without, whose losses may differ
+by the rounding of learning rates.
 """
 
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_session.ranks import settings_of, tokens
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.train import Trainer
-from parallel_ops.train.config import Settings
 
 STEPS, _WARMUP = 5, 3
+_SIZE = {"num_layers": 4, "hidden_size": 512, "seq_length": 512}
 _TINY = {"num_layers": 1, "hidden_size": 32, "seq_length": 32}
 # Of losses of bf16 runs whose learning rates are fp32 or fp64, assumed; from batch to batch they differ by 2e-3.
 _ROUNDING = 5e-4
@@ -57,60 +54,53 @@ def batches(device: torch.device) -> list[Tensor]:
     return [torch.randint(4096, (512, 2), generator=generator).to(device) for _ in range(_WARMUP + STEPS)]
 
 
-def eager_losses(device: torch.device, dtype: torch.dtype) -> tuple[list[float], float]:
-    """The losses, and seconds of a step."""
-    trained, losses, start = Trained(device, dtype), [], 0.0
+def losses(device: torch.device, dtype: torch.dtype, *, replayed: bool = False) -> tuple[list[float], float]:
+    """The losses, and seconds of a step.
+
+    ``replayed``: The first steps are in eager mode, on a side stream as capturing asks for, and replays follow.
+    """
+    trained, found, start = Trained(device, dtype), [], 0.0
+    if replayed:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     for number, batch in enumerate(batches(device)):
+        trained.tokens.copy_(batch)
         if number == _WARMUP:
+            if replayed:
+                with torch.cuda.graph(graph):
+                    trained.step()
+                torch.cuda.synchronize()
             start = time.perf_counter()
-        trained.tokens.copy_(batch)
-        trained.step()
-        losses.append(trained.loss.item())
-    return losses, (time.perf_counter() - start) / STEPS
-
-
-def replayed_losses(device: torch.device, dtype: torch.dtype) -> tuple[list[float], float]:
-    """The same with the first steps in eager mode, on a side stream as capturing asks for, and replays after them."""
-    trained, losses, graph, start = Trained(device, dtype), [], torch.cuda.CUDAGraph(), 0.0
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    for number, batch in enumerate(batches(device)):
-        trained.tokens.copy_(batch)
-        if number < _WARMUP:
+        if not replayed:
+            trained.step()
+        elif number < _WARMUP:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 trained.step()
             torch.cuda.current_stream().wait_stream(side)
         else:
-            if number == _WARMUP:
-                with torch.cuda.graph(graph):
-                    trained.step()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
             graph.replay()
-        losses.append(trained.loss.item())
-    return losses, (time.perf_counter() - start) / STEPS
+        found.append(trained.loss.item())
+    return found, (time.perf_counter() - start) / STEPS
 
 
 def losses_of_run(
     kind: str, cuda_graph: str | bool = False, sections: Mapping[str, Any] | None = None
 ) -> tuple[list[float], float]:
     """Losses of the trainer's steps, and seconds of the fastest of the last; ``sections`` are further settings."""
-    size = {"num_layers": 4, "hidden_size": 512, "seq_length": 512} if kind == "cuda" else _TINY
-    model = {"vocab_size": 4096, "num_heads": 8, "norm": "rms_norm", "activation": "swiglu", "positions": "rotary"}
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder, "tokens.bin")
-        np.random.default_rng(1).integers(4096, size=200_000).astype("uint16").tofile(data)
-        settings = Settings.model_validate({
-            "run": {"device": kind, "cuda_graph": cuda_graph, "steps": _WARMUP + 1 + STEPS},
-            "model": {"bias": False, **model, **size}, "data": {"paths": [str(data)]},
-            "parallel": {"global_batch": 4, "micro_batch": 2}, **(sections or {}),
-        })  # fmt: skip
+    model: dict[str, Any] = {
+        "vocab_size": 4096, "num_heads": 8, "norm": "rms_norm", "activation": "swiglu", "positions": "rotary",
+        "bias": False, **(_SIZE if kind == "cuda" else _TINY),
+    }  # fmt: skip
+    steps = _WARMUP + 1 + STEPS
+    with tokens(model) as data:
+        run = {"device": kind, "cuda_graph": cuda_graph, "steps": steps}
+        further = {"run": run, "optimizer": {}, "precision": {}, **(sections or {})}
+        settings = settings_of(kind, model, {"global_batch": 4, "micro_batch": 2}, steps, data, further)
         with Trainer(settings) as trainer:
             if cuda_graph and kind == "cuda" and trainer.eager_reason is not None:
                 raise ValueError(f"nothing was captured: {trainer.eager_reason}")
-            steps = [trainer.step() for _ in range(settings.run.steps)]
-    return [step.loss for step in steps], min(step.seconds for step in steps[-STEPS:])
+            taken = [trainer.step() for _ in range(steps)]
+    return [step.loss for step in taken], min(step.seconds for step in taken[-STEPS:])
 
 
 def compare_runs(kind: str, *kinds: str) -> None:
@@ -128,19 +118,15 @@ def compare(runs: Mapping[str, tuple[list[float], float]]) -> None:
             raise ValueError(f"losses of {name} differ")
 
 
-def main(dtype: torch.dtype = torch.bfloat16) -> int:
-    device = torch.device("cuda")
+def compare_replays() -> None:
+    """Raises if losses of replays are not the bits of eager steps."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
     # Attention by this package's kernels: torch's backwards add by atomics, in another order each time.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    eager, eager_seconds = eager_losses(device, dtype)
-    replayed, seconds = replayed_losses(device, dtype)
+    eager, eager_seconds = losses(device, dtype)
+    replayed, seconds = losses(device, dtype, replayed=True)
     print(f"eager    {[round(x, 5) for x in eager]}, {1e3 * eager_seconds:.2f} ms a step")
     print(f"replayed {[round(x, 5) for x in replayed]}, {1e3 * seconds:.2f} ms a step")
-    print("the same bits" if eager == replayed else "THEY DIFFER")
     torch.use_deterministic_algorithms(False)
-    compare_runs("cuda", "step", "layers")
-    return int(eager != replayed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if eager != replayed:
+        raise ValueError("replayed losses differ")

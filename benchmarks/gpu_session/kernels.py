@@ -115,8 +115,8 @@ def weight_gradients(rank: int, size: int, kind: str, store: str) -> None:
 
 def captured_step(rank: int, size: int, kind: str, store: str) -> None:
     """A training step in a CUDA graph has the losses of eager mode, bit by bit."""
-    if kind == "cuda" and capture.main():
-        raise ValueError("replayed losses differ")
+    if kind == "cuda":
+        capture.compare_replays()
 
 
 def captured_training_step(rank: int, size: int, kind: str, store: str) -> None:

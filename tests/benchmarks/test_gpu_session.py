@@ -168,5 +168,5 @@ def test_a_step_to_be_captured(monkeypatch):
     monkeypatch.setattr(capture, "STEPS", 1)
     monkeypatch.setattr(capture, "_WARMUP", 1)
     cpu = torch.device("cpu")
-    first, _ = capture.eager_losses(cpu, torch.float32)
-    assert capture.eager_losses(cpu, torch.float32)[0] == first and len(set(first)) == 2
+    first, _ = capture.losses(cpu, torch.float32)
+    assert capture.losses(cpu, torch.float32)[0] == first and len(set(first)) == 2
