@@ -3,10 +3,9 @@
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import options
 from benchmarks.harness.results import PROVIDERS, Row
 from benchmarks.harness.spec import Shape
 
@@ -35,16 +34,13 @@ def print_op(console: Console, rows: Sequence[Row], flops: Callable[[Shape, str]
     present = {row.provider for row in rows}
     rivals = [p for p in _RIVALS if p in present]
     ways = [p for p in WAYS if p in present]
-    table = Table(title=rows[0].op, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("")
     times = [
         f"{name}\nms"
         for name in ("ours", *(p.replace("_", "\n").replace("inplace", "in\nplace") for p in ways), *rivals, "clone")
     ]
-    for name in (*times, "ours\nGB/s", "of\nclone", *(f"vs\n{p}" for p in rivals), "ours\nMiB", "eager\nMiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if flops is not None:
-        table.add_column("ours\nTFLOP/s", justify="right", no_wrap=True)
+    names = [*times, "ours\nGB/s", "of\nclone", *(f"vs\n{p}" for p in rivals), "ours\nMiB", "eager\nMiB"]
+    names += [] if flops is None else ["ours\nTFLOP/s"]
+    table = options.table("", *names, title=rows[0].op)
     section = None
     for group in groups(rows):
         any_row = next(iter(group.values()))

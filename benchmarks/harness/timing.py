@@ -152,9 +152,9 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def device_timer(device: torch.device, repeat: int = 1) -> Timer:
-    """Events on CUDA, each around ``repeat`` calls; elsewhere wall clock around one."""
-    return CudaTimer(repeat) if device.type == "cuda" else HostTimer(device)
+def device_timer(device: torch.device) -> Timer:
+    """Events on CUDA, elsewhere wall clock, around one call."""
+    return CudaTimer(repeat=1) if device.type == "cuda" else HostTimer(device)
 
 
 def take_turns(

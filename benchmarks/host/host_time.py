@@ -36,10 +36,7 @@ from parallel_ops import (
 
 # Tokens and columns; heads and their dimensions. Small, but with the launches of large ones.
 _TOKENS, _COLS, _HEADS, _DIMS = 16, 512, 4, 128
-# At most so many microseconds a call of a chain, forward and backward, in Triton's C launcher and all before it.
-GOALS = {"rms_norm": 40.0, "flash_attention": 60.0}
-
-# From the number of a link to a function of what comes from the one before, and the leaves beside it.
+# A function of what comes from the link before, and the leaves beside it.
 Link = tuple[Callable[[Tensor], Tensor], list[Tensor]]
 
 
@@ -98,31 +95,26 @@ def _rotary(device: torch.device) -> Link:
     return lambda x: rotary_embedding(x, cos, sin), []
 
 
-def _links(op: str, count: int, device: torch.device) -> list[Link]:
-    of_cols = (_COLS,)
-    documents = torch.tensor([0, 5, _TOKENS], dtype=torch.int32, device=device)
-    make: dict[str, Callable[[], Link]] = {
-        "nothing": lambda: (_Nothing.apply, []),
-        "rms_norm": lambda: _with(rms_norm, of_cols, device=device),
-        "layer_norm": lambda: _with(layer_norm, of_cols, of_cols, device=device),
-        "bias_gelu": lambda: _with(bias_gelu, of_cols, device=device),
-        "silu_mul": lambda: _with(silu_mul, (_TOKENS, _COLS), device=device),
-        "bias_dropout_add": lambda: _with(
-            bias_dropout_add, of_cols, (_TOKENS, _COLS), device=device, dropout_p=0.1, dropout_seed=7
-        ),
-        "rotary_embedding": lambda: _rotary(device),
-        "flash_attention": lambda: _attention(device, backend="triton"),
-        "flash_attention, auto": lambda: _attention(device),
-        "flash_attention, documents": lambda: _attention(device, backend="triton", cu_seqlens=documents),
-    }
-    options.check("op", [op], make)
-    return [make[op]() for _ in range(count)]
+def _documents(device: torch.device) -> Link:
+    edges = torch.tensor([0, 5, _TOKENS], dtype=torch.int32, device=device)
+    return _attention(device, backend="triton", cu_seqlens=edges)
 
 
-OPS = (
-    "nothing", "rms_norm", "layer_norm", "bias_gelu", "silu_mul", "bias_dropout_add", "rotary_embedding",
-    "flash_attention", "flash_attention, auto", "flash_attention, documents",
-)  # fmt: skip
+# Makes a link of a chain.
+OPS: dict[str, Callable[[torch.device], Link]] = {
+    "nothing": lambda device: (_Nothing.apply, []),
+    "rms_norm": lambda device: _with(rms_norm, (_COLS,), device=device),
+    "layer_norm": lambda device: _with(layer_norm, (_COLS,), (_COLS,), device=device),
+    "bias_gelu": lambda device: _with(bias_gelu, (_COLS,), device=device),
+    "silu_mul": lambda device: _with(silu_mul, (_TOKENS, _COLS), device=device),
+    "bias_dropout_add": lambda device: _with(
+        bias_dropout_add, (_COLS,), (_TOKENS, _COLS), device=device, dropout_p=0.1, dropout_seed=7
+    ),
+    "rotary_embedding": _rotary,
+    "flash_attention": lambda device: _attention(device, backend="triton"),
+    "flash_attention, auto": _attention,
+    "flash_attention, documents": _documents,
+}
 
 
 def _shape(op: str) -> tuple[int, ...]:
@@ -154,7 +146,7 @@ def measure(op: str, links: int, rounds: int, device: torch.device, launched: Ca
     """The row of an op. ``launched``: returns the number of kernels that the stand-in has been given."""
     x = _leaf(*_shape(op), device=device)
     grad = torch.randn_like(x).detach()
-    every = _links(op, links, device)
+    every = [OPS[op](device) for _ in range(links)]
     load = os.getloadavg()[0]
     chain = _times(functools.partial(_chain, every, x, grad), rounds, links, device)
     forward = _times(functools.partial(_chain, every, x, None), rounds, links, device)
@@ -180,6 +172,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Folder for the CSV file; none without it.")] = None,
 ) -> None:
     """Host time of a call on a GPU."""
+    options.check("op", ops, OPS)
     device = options.chosen_device(device)
     torch.set_num_threads(1)
     run = functools.partial(measure, links=links, rounds=rounds, device=torch.device(device))

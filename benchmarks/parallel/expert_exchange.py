@@ -48,7 +48,7 @@ def main(
 ) -> None:
     """Times of a layer whose experts are computed in groups, over a link whose time is a share of the computation."""
     shares, groups = share or [0.25, 0.5, 1.0], chunks or [1, 2, 4]
-    if min(shares) <= 0:
+    if not min(shares) > 0:
         fail(f"--share must be positive, got {min(shares):g}")
     if any(n < 1 or experts // _RANKS % n for n in groups):
         fail(f"--chunks must divide the {experts // _RANKS} experts of a rank, got {', '.join(map(str, groups))}")

@@ -5,6 +5,7 @@ other ranks; then the CPU milliseconds that the placement of the balanced layout
 table has seconds calculated by ``context_parallel/cost.py`` for eight H100s on 8, 4 and 2 nodes; no GPU runs.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -15,14 +16,13 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.harness import options
+from benchmarks.harness.timing import HostTimer, Rounds, take_turns
 from benchmarks.parallel.ring_attention import REFERENCE_FLOPS
 from parallel_ops.context_parallel import AttentionShape, Link, SequenceLayout, placement
 from parallel_ops.context_parallel.cost import Algorithm, algorithms, seconds
 from parallel_ops.context_parallel.selection import select_layout
 from parallel_ops.ops.attention import block_causal_ranges, causal_ranges, document_ranges, intersect_ranges
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
 
 # Bytes/s and seconds of an exchange of a 400 Gb/s port, nine tenths of its rate, and bytes/s of NVLink: assumed.
 _PORT = Link(REFERENCE_FLOPS, 45e9, 10e-6, inside=370e9)
@@ -65,6 +65,10 @@ def masks() -> Iterator[tuple[str, Kinds]]:
     yield "one causal sequence, 1M", packed(torch.tensor([0, long]), None)
 
 
+def _placed(kinds: Kinds, ranks: int) -> Any:
+    return placement.balanced(kinds.masks(), ranks)
+
+
 def described(layout: SequenceLayout, kinds: list[Tensor]) -> str:
     areas = torch.tensor([layout.area(mask) for mask in kinds]).sum(0)
     rows = torch.tensor([layout.rows_sent(mask) for mask in kinds]).sum()
@@ -96,21 +100,18 @@ def calculated(length: int, ranks: int, per_node: int) -> Iterator[str]:
         yield f"| {per_node} | {name} | {times} | " + " | ".join(f"{x:.2f}" for x in gains) + " |"
 
 
-@app.command()
 def main() -> None:
     """Largest area over mean, and keys sent as a share of all, of the layouts of context parallelism."""
     typer.echo("| data, tokens | ranks | zigzag | contiguous | balanced | ms |\n|---|---:|---|---|---|---:|")
+    timer = HostTimer(torch.device("cpu"), clock=time.thread_time)
     for name, kinds in masks():
         for ranks in (8, 64):
-            seconds = []
-            for _ in range(20):
-                before = time.thread_time()
-                owners = placement.balanced(kinds.masks(), ranks)
-                seconds.append(time.thread_time() - before)
-            balanced = SequenceLayout(kinds.ranges[0].shape[1], ranks, owners)
+            place = functools.partial(_placed, kinds, ranks)
+            least = take_turns({"": place}, timer, Rounds(20))[""].fastest
+            balanced = SequenceLayout(kinds.ranges[0].shape[1], ranks, place())
             layouts = [SequenceLayout(balanced.length, ranks, kind) for kind in ("zigzag", "contiguous")]
             cells = " | ".join(described(layout, kinds.ranges) for layout in (*layouts, balanced))
-            typer.echo(f"| {name} | {ranks} | {cells} | {1e3 * min(seconds):.1f} |")
+            typer.echo(f"| {name} | {ranks} | {cells} | {1e3 * least:.1f} |")
     typer.echo(
         "\nCalculated: attention of Llama 3 8B, forward and backward; tokens/s of zigzag's\n\n"
         "| ranks a node | layout | ring ms | fastest ms | ring | fastest | layer with ring |\n"
@@ -119,3 +120,6 @@ def main() -> None:
     for per_node in (1, 2, 4):
         for row in calculated(1 << 17, 8, per_node):
             typer.echo(row)
+
+
+app = options.single(main)

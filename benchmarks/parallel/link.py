@@ -11,7 +11,6 @@ chunk is due: leave a core free for that thread.
 
 import concurrent.futures
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,12 +41,6 @@ class SimulatedLink:
 
     bandwidth: float
     latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or math.isnan(self.bandwidth):
-            raise ValueError(f"SimulatedLink: bandwidth must be positive (bytes per second), got {self.bandwidth}")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"SimulatedLink: latency must be a number of seconds of at least 0, got {self.latency}")
 
     def seconds(self, size: int) -> float:
         """Seconds of a chunk of ``size`` bytes once its turn has come."""
@@ -84,12 +77,6 @@ class SimulatedTransport(Transport):
     """
 
     def __init__(self, size: int, rank: int, link: SimulatedLink, device: torch.device) -> None:
-        if size < 1:
-            raise ValueError(f"SimulatedTransport: size must be at least 1, got {size}")
-        if not 0 <= rank < size:
-            raise ValueError(f"SimulatedTransport: rank must be in [0, {size}), got {rank}")
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"SimulatedTransport: device must be a CPU or CUDA device, got {device}")
         on_gpu = device.type == "cuda"
         super().__init__(rank, size, Capabilities("paced", (device.type,), on_gpu))
         self._link, self._device = link, device

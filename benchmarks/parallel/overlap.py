@@ -23,6 +23,7 @@ proportionate: comm / gemm is what it would be on a GPU of REFERENCE_FLOPS with 
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Annotated
 
@@ -221,7 +222,7 @@ def main(
     known = dict.fromkeys(gemm.model for gemm in gemms())
     options.check("transport", [transport], _TRANSPORTS)
     options.check("model", model, known)
-    if latency_us < 0:
+    if not 0 <= latency_us < math.inf:
         fail(f"--latency-us must not be negative, got {latency_us}")
     session = Session(device, dtype, size, transport, link or _LINKS, quick)
     on_cpu = session.device.type == "cpu"

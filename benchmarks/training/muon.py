@@ -2,8 +2,8 @@
 
     python -m benchmarks muon [--ranks 4] [--rounds 9]
 
-The matrices of four layers of width 192 (28; 512 in the MLP), fp32, sharded by rows. CPU time of the process that
-takes longest, the median of the rounds, in which the arms take turns:
+The matrices of four layers of width 192 (28; 512 in the MLP), fp32, sharded by rows. Median CPU time of the
+process that takes longest; the arms take turns:
 
     step         ``MuonAndAdamW.step``
     arithmetic   the same of one process alone, which has the matrices whole
@@ -13,7 +13,6 @@ takes longest, the median of the rounds, in which the arms take turns:
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.harness import options
 from benchmarks.harness.processes import on_ranks
+from benchmarks.harness.timing import HostTimer, Rounds, take_turns
 from parallel_ops.train.step.muon import MuonAndAdamW
 
 _SHAPES = [*[(192, 192)] * 4, *[(512, 192)] * 2, (192, 512)] * 4
@@ -59,16 +59,10 @@ def _measure(rank: int, ranks: int, rounds: int) -> list[float]:
         "arithmetic": _stepped(whole),
         "transfer": functools.partial(_sent, messages),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds + 1):
-        for name, call in arms.items():
-            dist.barrier()
-            start = time.process_time()
-            call()
-            longest = torch.tensor(time.process_time() - start)
-            dist.all_reduce(longest, dist.ReduceOp.MAX)
-            seconds[name].append(longest.item())
-    return [statistics.median(each[1:]) for each in seconds.values()]
+    timer = HostTimer(torch.device("cpu"), clock=time.process_time, group=dist.group.WORLD)
+    longest = torch.tensor([stats.median for stats in take_turns(arms, timer, Rounds(rounds)).values()])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.tolist()
 
 
 def _stepped(parameters: list[Tensor]) -> Callable[[], Any]:

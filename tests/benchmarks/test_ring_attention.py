@@ -57,10 +57,7 @@ def test_rows_are_written_and_replaced(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes"], "the transport c10d needs processes: torchrun"),
-        (["--link", "0"], "a link must have a positive bandwidth, got [0.0]"),
         (["--layout", "blocks"], "unknown layout 'blocks'; choose from zigzag, striped, contiguous"),
-        (["--dtype", "int8"], "unknown dtype 'int8'; choose from float32, bfloat16, float16"),
         (["--size", "1", "--device", "cpu"], "a ring has at least 2 ranks, got 1"),
     ],
 )
