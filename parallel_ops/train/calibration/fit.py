@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.communication.network import all_gather_seconds
 from parallel_ops.planner.compute.attention import attention_seconds
@@ -21,7 +23,7 @@ from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.linears import engine_of
 from parallel_ops.planner.compute.matmuls import product
 from parallel_ops.planner.compute.software import constants_of
-from parallel_ops.planner.compute.work import work_of
+from parallel_ops.planner.compute.work import Work, work_of
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import layer_costs
@@ -65,14 +67,14 @@ class Measured:
     attention: tuple[float, float]
     layer: float
     layer_of_more: float
-    layer_over_ranks: float
-    sharded: tuple[float, float, float]
-    sharded_over_ranks: tuple[float, float]
+    layer_over_ranks: float = 0.0
+    sharded: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    sharded_over_ranks: tuple[float, float] = (0.0, 0.0)
     update: tuple[int, float]
-    collectives: tuple[tuple[str, int, float], ...]
-    product_beside: float
-    collective_beside: float
-    both: float
+    collectives: tuple[tuple[str, int, float], ...] = ()
+    product_beside: float = 0.0
+    collective_beside: float = 0.0
+    both: float = 0.0
     launch: float
     model: Model
     sequences: int
@@ -85,8 +87,7 @@ def link(collectives: Iterable[tuple[str, int, float]], ranks: int, name: str) -
     Raises:
         ValueError: a kind is unknown, or larger collectives take no longer than small ones.
     """
-    # Normal equations of seconds / measured = 1 for the two unknowns.
-    hh = hv = vv = h1 = v1 = 0.0
+    rows = []  # of expected seconds over measured ones, by latency and inverse bandwidth
     for kind, size, seconds in collectives:
         if kind == "reduce-scatter":
             continue
@@ -94,15 +95,14 @@ def link(collectives: Iterable[tuple[str, int, float]], ranks: int, name: str) -
         if rounds is None:
             raise ValueError(f"link: unknown collective {kind!r}")
         hops = 1 if kind == "all-to-all" else rounds * (ranks - 1)
-        h, v = hops / seconds, rounds * (ranks - 1) / ranks * size / seconds
-        hh, hv, vv, h1, v1 = hh + h * h, hv + h * v, vv + v * v, h1 + h, v1 + v
-    det = hh * vv - hv * hv
-    latency, inverse = ((h1 * vv - v1 * hv) / det, (v1 * hh - h1 * hv) / det) if det else (0.0, v1 / vv)
+        rows.append((hops / seconds, rounds * (ranks - 1) / ranks * size / seconds))
+    both = np.array(rows)
+    latency, inverse = np.linalg.lstsq(both, np.ones(len(rows)), rcond=None)[0]
     if latency < 0:
-        latency, inverse = 0.0, v1 / vv
+        latency, inverse = 0.0, both[:, 1].sum() / (both[:, 1] ** 2).sum()
     if inverse <= 0:
         raise ValueError("calibrate: large collectives took no longer than small ones; measure longer")
-    return Interconnect(name=name, latency=latency, bandwidth=1 / inverse)
+    return Interconnect(name=name, latency=float(latency), bandwidth=float(1 / inverse))
 
 
 def scatter_share(collectives: Iterable[tuple[str, int, float]], ranks: int, link: Interconnect) -> float:
@@ -165,17 +165,15 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
         found["tp_overlap"] = min(known.tp_overlap, 1 - found["interference"])
     constants = replace(known, **found)
 
-    def layer(factor: int, elementwise: float) -> float:
-        many = work._replace(micro_batch=factor * work.micro_batch)
-        changed = replace(constants, elementwise=elementwise)
-        return layer_costs(model, cluster, gpu, changed, many, False)[0].total
+    def layer(work: Work, **changed: float) -> float:
+        costs = layer_costs(model, cluster, gpu, replace(constants, **changed), work, False)
+        return sum(each.total for each in costs)
 
     # Seconds without elementwise traffic, and those of it, which are linear in it.
-    moves = [layer(factor, 2.0) - layer(factor, 1.0) for factor in (1, MORE)]
-    rest = [
-        seconds - layer(factor, 1.0) + moved
-        for factor, seconds, moved in zip((1, MORE), (measured.layer, measured.layer_of_more), moves, strict=True)
-    ]
+    both = work, work._replace(micro_batch=MORE * work.micro_batch)
+    least = [layer(each, elementwise=1.0) for each in both]
+    moves = [layer(each, elementwise=2.0) - one for each, one in zip(both, least, strict=True)]
+    rest = [measured.layer - least[0] + moves[0], measured.layer_of_more - least[1] + moves[1]]
     elementwise = rest[0] / moves[0]
     if not measured.launch:
         # On CPUs a layer takes some time however few tokens it has, half of it in each pass.
@@ -185,12 +183,7 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
     found["elementwise"] = max(_LEAST, elementwise)
     if measured.layer_over_ranks:
         constants, shared = replace(known, **found), work_of(replace(plan, tp=SHARED, sequence_parallel=True))
-        none, some = (
-            sum(
-                each.total for each in layer_costs(model, cluster, gpu, replace(constants, collective=c), shared, False)
-            )
-            for c in (0.0, _START)
-        )
+        none, some = (layer(shared, collective=start) for start in (0.0, _START))
         found["collective"] = max(0.0, _START * (measured.layer_over_ranks - none) / (some - none))
     return found | _copies(measured, cluster, replace(known, **found), plan)
 

@@ -1,6 +1,7 @@
 """Measurements of a rank's device and of its links to the others. All ranks measure at the same time, as they
 compute in training: processes that share cores, memory or a bus slow each other down."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.distributed.compat import all_gather_single, reduce_scatter_single
@@ -59,7 +60,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device, self.seconds = device, seconds
+        self.device, self.seconds, self.cpu = device, seconds, device.type == "cpu"
+        self.options: dict[str, Any] = {"device": device, "dtype": torch.float32 if self.cpu else torch.bfloat16}
 
     def __call__(self, call: Callable[[], object], *, parts: int = 1) -> float:
         return self.in_turn([call], parts=parts)[0]
@@ -74,12 +76,23 @@ class Clock:
         seconds = self.seconds * parts
         counts = [max(3, int(min(_WINDOW, seconds / 3) / max(one, 1e-6))) for one in each]
         rounds = max(3, int(seconds / sum(count * one for count, one in zip(counts, each, strict=True))))
-        usual = min if self.device.type == "cpu" else statistics.median
+        usual = min if self.cpu else statistics.median
         windows = [
             [self._slowest(self._window(call, count)) for call, count in zip(calls, counts, strict=True)]
             for _ in range(rounds)
         ]
         return [usual(found) for found in zip(*windows, strict=True)]
+
+    def of_a_layer(
+        self, shape: dict[str, Any], sequences: int, kinds: Sequence[Callable[[TransformerConfig], nn.Module]],
+        parts: int,
+    ) -> list[float]:  # fmt: skip
+        """Seconds of a layer, forward and backward, in each kind of model: what two more layers take."""
+        tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=self.device)
+        models = [kind(TransformerConfig(num_layers=layers, **shape)) for kind in kinds for layers in (1, 3)]
+        calls = [functools.partial(lambda model: model(tokens, tokens).backward(), model) for model in models]
+        seconds = self.in_turn(calls, parts=parts)
+        return [(three - one) / 2 for one, three in zip(seconds[::2], seconds[1::2], strict=True)]
 
     def _window(self, call: Callable[[], object], count: int) -> float:
         if dist.is_initialized():
@@ -92,7 +105,7 @@ class Clock:
         return (time.perf_counter() - start) / count
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
+        if not self.cpu:
             torch.cuda.synchronize(self.device)
 
     def _slowest(self, seconds: float) -> float:
@@ -109,63 +122,60 @@ def measure(device: torch.device, seconds: float, sizes: dict[str, Any] | None =
     ``sizes``: in place of those of ``SIZES``.
     """
     sizes = SIZES[device.type] if sizes is None else sizes
-    clock = Clock(device, seconds / _PARTS)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    products = tuple((m, n, k, clock(_product(m, n, k, device, dtype))) for m, n, k in sizes["products"])
-    shape, sequences = sizes["layer"], sizes["sequences"]
-    attention = _attention(clock, shape, sequences, device, dtype)
-    layer, launch = _layer(clock, shape, sequences, device, dtype)
-    more = _layer(clock, shape, MORE * sequences, device, dtype)[0]
-    collectives: tuple[tuple[str, int, float], ...] = ()
-    beside, shared, sharded, sharded_over_ranks = (0.0, 0.0, 0.0), 0.0, (0.0, 0.0, 0.0), (0.0, 0.0)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        collectives = tuple(_collectives(clock, sizes, device, dtype))
-        beside = _beside(clock, sizes, device, dtype)
-        ranks = dist.get_world_size()
-        whole, reduced, gathered = _sharded(
-            clock, shape, sequences, device, ParallelMesh(dp_shard=ranks), (_WHOLE, _REDUCED, _GATHERED)
-        )
-        sharded = whole, reduced, gathered
+    clock, shape, sequences = Clock(device, seconds / _PARTS), sizes["layer"], sizes["sequences"]
+    dtype = "fp32" if clock.cpu else "bf16"
+
+    def plain(config: TransformerConfig, mesh: DeviceMesh | None = None) -> Transformer:
+        return Transformer(config, tp_mesh=mesh, sequence_parallel=mesh is not None).to(**clock.options)
+
+    def sharded(mesh: ParallelMesh, stages: Sequence[int]) -> tuple[float, ...]:
+        """One layer as ``Trainer`` shards it over ``mesh``, for each ZeRO stage."""
+        kinds = [functools.partial(_sharded, device=device, mesh=mesh, plan=Plan(
+            dp=mesh.size("dp"), tp=mesh.size("tp"), sequence_parallel=mesh.size("tp") > 1, zero=zero, dtype=dtype,
+            micro_batch=sequences, global_batch=mesh.size("dp") * sequences,
+        )) for zero in stages]  # fmt: skip
+        return tuple(clock.of_a_layer(shape, sequences, kinds, 4 * len(stages)))
+
+    found: dict[str, Any] = {
+        "products": tuple((m, n, k, clock(_product(clock, m, n, k))) for m, n, k in sizes["products"]),
+        "attention": _attention(clock, shape, sequences),
+        "layer": clock.of_a_layer(shape, sequences, [plain], 8)[0],
+        "launch": 0.0 if clock.cpu else _launch(clock, shape, sequences, plain),
+        "layer_of_more": clock.of_a_layer(shape, MORE * sequences, [plain], 8)[0],
+        "update": (sizes["update"], _update(clock, sizes["update"])),
+    }
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1:
+        found["collectives"] = tuple(_collectives(clock, sizes))
+        found |= zip(("product_beside", "collective_beside", "both"), _beside(clock, sizes), strict=True)
+        found["sharded"] = sharded(ParallelMesh(dp_shard=ranks), (_WHOLE, _REDUCED, _GATHERED))
         if ranks % SHARED == shape["num_heads"] % SHARED == 0:
             mesh = ParallelMesh(dp_shard=ranks // SHARED, tp=SHARED)
-            shared, _ = _layer(clock, shape, sequences, device, dtype, mesh["tp"])
+            shared = functools.partial(plain, mesh=mesh["tp"])
+            found["layer_over_ranks"] = clock.of_a_layer(shape, sequences, [shared], 8)[0]
             if ranks > SHARED:
-                whole, gathered = _sharded(clock, shape, sequences, device, mesh, (_WHOLE, _GATHERED))
-                sharded_over_ranks = whole, gathered
-    return Measured(
-        products=products,
-        attention=attention,
-        layer=layer,
-        layer_of_more=more,
-        layer_over_ranks=shared,
-        sharded=sharded,
-        sharded_over_ranks=sharded_over_ranks,
-        update=(sizes["update"], _update(clock, sizes["update"], device)),
-        collectives=collectives,
-        product_beside=beside[0],
-        collective_beside=beside[1],
-        both=beside[2],
-        launch=0.0 if device.type == "cpu" else launch,
-        model=planner_model(TransformerConfig(num_layers=1, **shape), shape["seq_length"], "measured"),
-        sequences=sequences,
-        dtype="fp32" if device.type == "cpu" else "bf16",
-    )
+                found["sharded_over_ranks"] = sharded(mesh, (_WHOLE, _GATHERED))
+    model = planner_model(TransformerConfig(num_layers=1, **shape), shape["seq_length"], "measured")
+    return Measured(**found, model=model, sequences=sequences, dtype=dtype)
 
 
-def _product(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
-    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
-    out = torch.empty(m, n, device=device, dtype=dtype)
+def _sharded(config: TransformerConfig, device: torch.device, mesh: ParallelMesh, plan: Plan) -> nn.Module:
+    """A model whose parameters are those of a micro-batch that is not the last of a step."""
+    model = parallelize(Transformer(config, device="meta"), mesh, plan).to_empty(device=device)
+    cast(Transformer, model).reset_parameters()
+    micro_batch(model, plan.zero, last=False)
+    return model
+
+
+def _product(clock: Clock, m: int, n: int, k: int) -> Callable[[], Tensor]:
+    a, b, out = (torch.randn(size, **clock.options) for size in ((m, k), (n, k), (m, n)))
     return lambda: torch.mm(a, b.t(), out=out)
 
 
-def _attention(
-    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, dtype: torch.dtype
-) -> tuple[float, float]:
+def _attention(clock: Clock, shape: dict[str, Any], sequences: int) -> tuple[float, float]:
     heads, head = shape["num_heads"], shape["hidden_size"] // shape["num_heads"]
-    q, k, v = (
-        torch.randn(shape["seq_length"], sequences, heads, head, device=device, dtype=dtype, requires_grad=True)
-        for _ in range(3)
-    )
+    sizes = shape["seq_length"], sequences, heads, head
+    q, k, v = (torch.randn(sizes, **clock.options, requires_grad=True) for _ in range(3))
     forward = clock(lambda: flash_attention(q, k, v), parts=2)
     out = flash_attention(q, k, v)
     gradient = torch.randn_like(out)
@@ -173,65 +183,26 @@ def _attention(
     return forward, backward
 
 
-def _layer(
-    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, dtype: torch.dtype,
-    mesh: DeviceMesh | None = None,
-) -> tuple[float, float]:  # fmt: skip
-    """Seconds of one layer, forward and backward, and of the launch of its forward pass: what two more layers take.
-
-    ``mesh``: ranks that share the layer and its sequence.
-    """
-    tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=device)
-    calls: list[Callable[[], object]] = []
+def _launch(
+    clock: Clock, shape: dict[str, Any], sequences: int, kind: Callable[[TransformerConfig], nn.Module]
+) -> float:
+    """Seconds of the host for the forward pass of a layer, which a GPU computes meanwhile."""
+    tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=clock.device)
     launches = []
     for layers in (1, 3):
-        config = TransformerConfig(num_layers=layers, **shape)
-        model = Transformer(config, tp_mesh=mesh, sequence_parallel=mesh is not None).to(device=device, dtype=dtype)
-        calls.append(lambda model=model: model(tokens, tokens).backward())  # type: ignore[misc]
-        launches.append(_launch(model, tokens, clock))
-    seconds = clock.in_turn(calls, parts=8)
-    return (seconds[1] - seconds[0]) / 2, max(0.0, (launches[1] - launches[0]) / 2)
+        model, found = kind(TransformerConfig(num_layers=layers, **shape)), []
+        for _ in range(10):
+            torch.cuda.synchronize(clock.device)
+            start = time.perf_counter()
+            model(tokens, tokens)
+            found.append(time.perf_counter() - start)
+        launches.append(statistics.median(found))
+    return max(0.0, (launches[1] - launches[0]) / 2)
 
 
-def _sharded(
-    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, mesh: ParallelMesh,
-    stages: Sequence[int],
-) -> list[float]:  # fmt: skip
-    """Seconds of one layer as ``Trainer`` shards it over ``mesh``, for each ZeRO stage: what two more layers take."""
-    tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=device)
-    dp, tp = mesh.size("dp"), mesh.size("tp")
-    calls: list[Callable[[], object]] = []
-    for zero in stages:
-        plan = Plan(
-            dp=dp, tp=tp, sequence_parallel=tp > 1, zero=zero, micro_batch=sequences, global_batch=dp * sequences,
-            dtype="fp32" if device.type == "cpu" else "bf16",
-        )  # fmt: skip
-        for layers in (1, 3):
-            model = Transformer(TransformerConfig(num_layers=layers, **shape), device="meta")
-            model = cast(Transformer, parallelize(model, mesh, plan)).to_empty(device=device)
-            model.reset_parameters()
-            micro_batch(model, zero, last=False)
-            calls.append(lambda model=model: model(tokens, tokens).backward())  # type: ignore[misc]
-    seconds = clock.in_turn(calls, parts=4 * len(stages))
-    return [(three - one) / 2 for one, three in zip(seconds[::2], seconds[1::2], strict=True)]
-
-
-def _launch(model: Transformer, tokens: Tensor, clock: Clock) -> float:
-    """Seconds of the host for a forward pass, which a GPU computes meanwhile; 0 on CPUs, where it is part of a pass."""
-    if clock.device.type == "cpu":
-        return 0.0
-    found = []
-    for _ in range(10):
-        torch.cuda.synchronize(clock.device)
-        start = time.perf_counter()
-        model(tokens, tokens)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
-
-
-def _update(clock: Clock, parameters: int, device: torch.device) -> float:
+def _update(clock: Clock, parameters: int) -> float:
     """Seconds of norm, clipping and AdamW, as ``Trainer`` does them."""
-    model = torch.nn.ParameterList(torch.randn(parameters // 4, 1, device=device) for _ in range(4))
+    model = nn.ParameterList(torch.randn(parameters // 4, 1, device=clock.device) for _ in range(4))
     optimizer = optimizer_of(model, OptimizerSettings())
     gradients = [torch.randn_like(p) for p in model]
 
@@ -243,54 +214,42 @@ def _update(clock: Clock, parameters: int, device: torch.device) -> float:
     return clock(step, parts=2)
 
 
-def _collectives(
-    clock: Clock, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, int, float]]:
+def _collectives(clock: Clock, sizes: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
     """Kind, bytes of the whole tensor (of all-to-all, on each rank) and seconds, each between matmuls.
 
     So ranks arrive at different times, as they do in training: one after another collectives take a half of that on
     CPUs, where a rank that waits for long goes to sleep.
     """
-    ranks = dist.get_world_size()
-    m, n, k = sizes["products"][0]
-    product = _product(m, n, k, device, dtype)
+    ranks, product = dist.get_world_size(), _product(clock, *sizes["products"][0])
     alone = clock(product)
-
-    def between(collective: Callable[[], object]) -> Callable[[], object]:
-        return lambda: (product(), collective())
-
     for size in sizes["collectives"]:
         part = max(1, size // 4 // ranks)
-        whole, shard = torch.zeros(part * ranks, device=device), torch.zeros(part, device=device)
-        out = torch.zeros_like(whole)
+        whole, out, shard = (torch.zeros(n, device=clock.device) for n in (part * ranks, part * ranks, part))
         calls: dict[str, Callable[[], object]] = {
-            "all-reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
-            "all-gather": lambda whole=whole, shard=shard: all_gather_single(whole, shard),  # type: ignore[misc]
-            "reduce-scatter": lambda whole=whole, shard=shard: reduce_scatter_single(shard, whole),  # type: ignore[misc]
-            "all-to-all": lambda whole=whole, out=out: dist.all_to_all_single(out, whole),  # type: ignore[misc]
+            "all-reduce": functools.partial(dist.all_reduce, whole),
+            "all-gather": functools.partial(all_gather_single, whole, shard),
+            "reduce-scatter": functools.partial(reduce_scatter_single, shard, whole),
+            "all-to-all": functools.partial(dist.all_to_all_single, out, whole),
         }
         for kind, call in calls.items():
-            yield kind, size, max(1e-6, clock(between(call)) - alone)
+            between = functools.partial(lambda call: (product(), call()), call)
+            yield kind, size, max(1e-6, clock(between) - alone)
 
 
-def _beside(
-    clock: Clock, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> tuple[float, float, float]:
+def _beside(clock: Clock, sizes: dict[str, Any]) -> tuple[float, float, float]:
     """Seconds of matmuls, of an all-reduce, and of both at the same time, of about equal length."""
-    tensor = torch.zeros(sizes["collectives"][-1] // 4, device=device)
-    m, n, k = sizes["products"][-1]
-    product = _product(m, n, k, device, dtype)
+    tensor = torch.zeros(sizes["collectives"][-1] // 4, device=clock.device)
+    product = _product(clock, *sizes["products"][-1])
     one, collective = clock(product), clock(lambda: dist.all_reduce(tensor), parts=2)
     count = max(1, round(collective / one))
-
-    def both() -> None:
-        work = dist.all_reduce(tensor, async_op=True)
-        for _ in range(count):
-            product()
-        work.wait()
 
     def products() -> None:
         for _ in range(count):
             product()
+
+    def both() -> None:
+        work = dist.all_reduce(tensor, async_op=True)
+        products()
+        work.wait()
 
     return clock(products, parts=2), collective, clock(both, parts=2)
