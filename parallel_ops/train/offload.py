@@ -20,9 +20,10 @@ Sources: Rajbhandari et al., arXiv:2104.07857 (ZeRO-Infinity); ``torch.autograd.
 stream of the computation; torchtune's ``OffloadActivations``, which has one copy stream.
 """
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 from weakref import ReferenceType, ref
 
@@ -173,7 +174,8 @@ class ActivationOffload:
 
         block.forward = offloaded
 
-    def _hooks(self, block: nn.Module, inputs: Sequence[Tensor]) -> saved_tensors_hooks:
+    @contextlib.contextmanager
+    def _hooks(self, block: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
         before = self._last.get(self._key)
         call = _Call(None if before is None else before())
         self._last = {key: each for key, each in self._last.items() if each() is not None} | {self._key: ref(call)}
@@ -215,7 +217,9 @@ class ActivationOffload:
             whole = entry.get()
             return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), *place)
 
-        return _Closing(pack, unpack, seen)
+        with saved_tensors_hooks(pack, unpack):
+            yield
+        seen.clear()  # later tensors may have the same memory
 
     def _fetch(self, calls: Iterable[_Call]) -> None:
         """Copies calls back, and frees those that came back before them."""
@@ -231,18 +235,6 @@ class ActivationOffload:
     def _release(self, call: _Call) -> None:
         for entry in call.alive():
             entry.leave()
-
-
-class _Closing(saved_tensors_hooks):
-    """Hooks that forget at the end of the block which tensors they have seen: later ones may have the same memory."""
-
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], seen: dict[Any, Any]) -> None:
-        super().__init__(pack, unpack)
-        self._seen = seen
-
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
-        self._seen.clear()
 
 
 def _memory(t: Tensor) -> int:

@@ -1,5 +1,6 @@
 """Activations in host memory: the same bits, in order, bounded, and nothing left over."""
 
+import contextlib
 import gc
 from pathlib import Path
 
@@ -132,10 +133,11 @@ def test_a_bounded_number_of_blocks_is_on_the_device(in_flight):
         release(call)
         count()
 
+    @contextlib.contextmanager
     def hooked(*args):
-        context = hooks(*args)
-        calls.append(found._leaving[-1])
-        return context
+        with hooks(*args):
+            calls.append(found._leaving[-1])
+            yield
 
     found._release, found._hooks = released, hooked
     gradients(model, micro_batches=1)
@@ -256,8 +258,6 @@ def test_the_forecast_counts_it(data):
     [
         ({"recompute": {"kind": "selective", "offload": "all"}}, r"recompute\.offload.*must be 'inputs'"),
         ({"recompute": {"offload": "inputs"}, "run": {"compile": True}}, r"run\.compile.*must be false with"),
-        ({"recompute": {"offload": "some"}}, r"recompute\.offload"),
-        ({"recompute": {"offload_in_flight": 0}}, r"recompute\.offload_in_flight"),
     ],
 )
 def test_wrong_settings(data, sections, message):
