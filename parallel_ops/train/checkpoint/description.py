@@ -53,9 +53,12 @@ Sums = dict[str, tuple[int, int]]
 
 
 def write_description(path: Path, description: Description, sums: Sums) -> None:
-    """Writes ``run.json`` of the checkpoint at ``path``, with a checksum of its own."""
+    """Writes ``run.json`` of the checkpoint at ``path``, with a checksum of its own, and syncs it to the disk."""
     content = json.loads(json.dumps({**vars(description), "files": sums}))
-    write_json(path / DESCRIPTION, {**content, "checksum": _own_checksum(content)})
+    with (path / DESCRIPTION).open("w", encoding="utf-8") as file:
+        file.write(json.dumps({**content, "checksum": _own_checksum(content)}, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_description(path: Path) -> tuple[Description, Sums]:
@@ -142,14 +145,6 @@ def problem_of(file: Path, size: int, wanted: int | None) -> str | None:
     except OSError as error:
         return f"{file}: {error.strerror}"
     return None
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file and syncs it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _own_checksum(content: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,31 +50,21 @@ class _Record:
         self.state = state
 
 
-def _records(module: str, names: Iterable[str]) -> dict[tuple[str, str], type[_Record]]:
-    return {(module, name): cast(type[_Record], type(name, (_Record,), {})) for name in names}
-
-
-_CHECKPOINT = "torch.distributed.checkpoint"
-_METADATA_NAMES = (
-    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-)  # fmt: skip
-_PATHS = ("PosixPath", "WindowsPath")
 # All classes in the metadata of a checkpoint, beside dtypes and Python's own containers.
-_KNOWN = {
-    **_records(f"{_CHECKPOINT}.metadata", _METADATA_NAMES),
-    **_records(f"{_CHECKPOINT}.filesystem", ["_StorageInfo"]),
-    **_records("torch", ["Size"]),
-    **_records("torch.serialization", ["_get_layout"]),
-    **_records("pathlib", _PATHS),
-    **_records("pathlib._local", _PATHS),  # Python 3.13
-}
+_RECORDS: dict[str, Any] = {
+    name: type(name, (_Record,), {})
+    for name in (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout", "Size", "PosixPath",
+        "WindowsPath",
+    )
+}  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if record := _KNOWN.get((module, name)):
-            return record
+        if name in _RECORDS and module.partition(".")[0] in ("torch", "pathlib"):
+            return _RECORDS[name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")

@@ -9,7 +9,7 @@ from parallel_ops.train.report.outputs import warn
 
 PART = re.compile(r"\.(step-\d{8,})\.part")
 # Files that a save writes.
-_WRITTEN = re.compile(rf"__\d+_\d+\.distcp|__\d+_sums\.json|{re.escape(METADATA)}(\.tmp)?|{re.escape(DESCRIPTION)}")
+_WRITTEN = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}(\.tmp)?|{re.escape(DESCRIPTION)}")
 
 
 def part_of(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.futures import Future
 
 from parallel_ops.train.checkpoint.description import (
     METADATA,
@@ -19,13 +19,11 @@ from parallel_ops.train.checkpoint.description import (
     checksum,
     steps_in,
     write_description,
-    write_json,
 )
 from parallel_ops.train.checkpoint.owner import Owner
 from parallel_ops.train.checkpoint.removal import part_of, remove, set_aside
 from parallel_ops.train.report.outputs import warn
 
-_SUMS = "sums.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -57,20 +55,18 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         with _written(self.final.parent):
-            written = super().write_data(plan, planner)
-            names = sorted({result.storage_data.relative_path for result in written.value()})
-            sums = {name: checksum(self.part / name) for name in names}
-            write_json(self.part / f"{plan.storage_data.prefix}{_SUMS}", sums)
-            return written
+            results = super().write_data(plan, planner).value()
+            names = sorted({result.storage_data.relative_path for result in results})
+            found: Future[Any] = Future()
+            found.set_result((results, {name: checksum(self.part / name) for name in names}))
+            return found
 
     def finish(self, metadata: Any, results: Any) -> None:
         with _written(self.final.parent):
-            super().finish(metadata, results)
+            super().finish(metadata, [written for written, _ in results])
             sums: Sums = {METADATA: checksum(self.part / METADATA)}
-            for rank in range(len(results)):
-                own = self.part / f"__{rank}_{_SUMS}"
-                sums |= json.loads(own.read_text())
-                own.unlink()
+            for _, own in results:
+                sums |= own
             write_description(self.part, self.description, sums)
             _sync(self.part)
             self._check_owner()
