@@ -120,22 +120,19 @@ def _by_length(settings: "Settings", mesh: ParallelMesh) -> ByLength | None:
 
 def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, model: nn.Module | None) -> nn.Module:
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
-    precision = settings.precision
-    options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
-    options |= {"cp_layout": settings.parallel.cp_layout, "cp_groups": settings.parallel.cp_groups}
-    options |= {
-        "activation_offload": settings.recompute.offload,
-        "offload_in_flight": settings.recompute.offload_in_flight,
-        "offload_least_bytes": settings.recompute.offload_least_bytes,
-    }
-    lora = settings.lora
+    precision, kept, lora = settings.precision, settings.recompute, settings.lora
+    options: Any = {
+        "recompute_every": kept.every, "compile": settings.run.compile, "cp_layout": settings.parallel.cp_layout,
+        "cp_groups": settings.parallel.cp_groups, "activation_offload": kept.offload,
+        "offload_in_flight": kept.offload_in_flight, "offload_least_bytes": kept.offload_least_bytes,
+        "precision": precision.linears, "expert_precision": precision.experts, "emulated": precision.fp8_emulation,
+        "float8_bf16_blocks": precision.fp8_bf16_layers,
+    }  # fmt: skip
     for key, recipe in precision.float8.items():
         if problem := None if precision.fp8_emulation else device_problem(device, recipe):
             raise ValueError(
                 f'precision.{key}: {problem}; set precision.{key} = "bf16", or precision.fp8_emulation = true'
             )
-    options |= {"precision": precision.linears, "expert_precision": precision.experts}
-    options |= {"emulated": precision.fp8_emulation, "float8_bf16_blocks": precision.fp8_bf16_layers}
     if model is not None:
         if lora is not None:
             raise ValueError("Trainer: lora needs settings.model; leave out the argument model")

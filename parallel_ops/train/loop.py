@@ -104,7 +104,12 @@ def take_steps(trainer: RunState, stopping: GracefulShutdown) -> Result:
                     )
                     problem = check_finite(trainer, step)
                 is_best = False
-                if problem is None and step.stop is None and evaluation is not None and evaluation.due():
+                if (
+                    problem is None
+                    and step.stop is None
+                    and evaluation is not None
+                    and evaluation.due(trainer.global_step)
+                ):
                     progress.says("evaluation")
                     evaluated = trainer.evaluate()
                     step = dataclasses.replace(step, evaluation_loss=evaluated)

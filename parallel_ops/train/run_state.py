@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,31 +11,14 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.data.loader import Loader
-from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.launch.watchdog import Activity
 from parallel_ops.train.results import Step
+from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.forward_backward import ForwardBackward
 from parallel_ops.train.step.optimizer import LossScale
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
-
-
-class Evaluated(Protocol):
-    """Evaluation data.
-
-    Attributes:
-        samples: The data. sequences: How many of them. targets: Those that counted in the last evaluation.
-    """
-
-    samples: Samples
-    sequences: int
-    targets: int
-
-    def begin(self) -> None: ...
-    def due(self) -> bool: ...
-    def is_best(self, loss: float) -> bool: ...
-    def run(self) -> float: ...
 
 
 class RunState(abc.ABC):
@@ -65,7 +48,7 @@ class RunState(abc.ABC):
     scale: LossScale
     forward_backward: ForwardBackward
     activity: Activity
-    evaluation: Evaluated | None
+    evaluation: Evaluation | None
     writers: ProcessGroup | None
     global_step: int
     samples_seen: int

@@ -32,8 +32,7 @@ from parallel_ops.train.run_state import RunState
 from parallel_ops.train.step.evaluation import Evaluation
 from parallel_ops.train.step.expert_use import METRICS as EXPERT_METRICS
 from parallel_ops.train.step.expert_use import expert_use, overflowed
-from parallel_ops.train.step.forward_backward import forward_backward_of
-from parallel_ops.train.step.inputs import StepInputs
+from parallel_ops.train.step.forward_backward import StepInputs, forward_backward_of
 from parallel_ops.train.step.layer_graphs import graph_of
 from parallel_ops.train.step.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.step.reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
@@ -104,7 +103,9 @@ class Trainer(RunState):
         self.scale = LossScale.of(settings.precision)
         self.global_step = self.samples_seen = 0
         self._look_ahead()
-        self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
+        self.evaluation = None
+        if held_out is not None:
+            self.evaluation = Evaluation(settings, self.forward_backward, held_out, load(held_out))
         self.evaluation_loss = self.origin = self.wandb_run = None
         self.own_base, self.saved_step, self._stepped = False, -1, False
 
@@ -228,7 +229,7 @@ class Trainer(RunState):
         if self.evaluation is None:
             raise ValueError("Trainer: there is no data to evaluate on; set evaluation.paths or evaluation.share")
         with noted(self.activity):
-            self.evaluation_loss = self.evaluation.run()
+            self.evaluation_loss = self.evaluation.run(self.global_step)
         return self.evaluation_loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,7 +292,6 @@ class Trainer(RunState):
         if self.own_base:
             raise ValueError("Trainer: no folder has the base of these adapters: save a checkpoint, and export it")
         if self.settings.lora is not None:
-            base = self.settings.model.dir
-            save_adapters(self.model, folder, base=None if base is None else str(base), dtype=dtype)  # type: ignore[arg-type]
+            save_adapters(self.model, folder, base=resuming.base_of(self), dtype=dtype)  # type: ignore[arg-type]
             return
         self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]

@@ -11,7 +11,7 @@ the earlier ones intact. Errors of what is deleted are warnings; see ``removal``
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from parallel_ops.train.checkpoint.owner import Owner
 from parallel_ops.train.checkpoint.planners import SavePlanner
 from parallel_ops.train.checkpoint.removal import PART, part_of, remove, set_aside
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
+from parallel_ops.train.step.reductions import of_first_rank
 
 __all__ = ["CheckpointError", "Checkpoints", "Description", "check_folder", "describe", "load", "newest", "steps_in"]
 
@@ -52,7 +53,8 @@ class Checkpoints:
         group: A gloo group of all ranks, used for checkpoints only; ``None`` for one rank.
 
     Raises:
-        CheckpointError: The folder cannot be made, is a checkpoint, or belongs to a run that goes on; on every rank.
+        CheckpointError: The folder is a checkpoint, or belongs to a run that goes on; on every rank. OSError: It
+            cannot be made; on every rank.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Checkpoints:
         if group is None:  # for good: the thread writes after any block with another filter
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self._owner: Owner | None = None
-        self._on_first_rank(self._open)
+        of_first_rank(self._open, group)
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,18 +102,7 @@ class Checkpoints:
                 remove(path.with_name(f"abandoned-{path.name}"))
                 set_aside(path)
 
-        self._on_first_rank(abandon)
-
-    def _on_first_rank(self, act: Callable[[], None]) -> None:
-        """Calls a function on rank 0; its error is raised on every rank, and all wait for its end."""
-        problems = []
-        if _rank(self.group) == 0:
-            try:
-                act()
-            except (CheckpointError, OSError) as error:
-                problems.append(str(error))
-        if problems := of_all(problems, self.group):
-            raise CheckpointError(problems[0])
+        of_first_rank(abandon, self.group)
 
     def save(self, state: dict[str, Any], description: Description) -> None:
         """Saves a state and its description after the previous save is complete; all ranks call it.
@@ -178,16 +169,15 @@ def open_checked(path: Path, group: ProcessGroup | None) -> Metadata:
     return metadata
 
 
-def load(state: dict[str, Any], path: Path, group: ProcessGroup | None, metadata: Metadata | None = None) -> None:
+def load(state: dict[str, Any], path: Path, group: ProcessGroup | None, metadata: Metadata) -> None:
     """Loads a checkpoint, or a part of it, into ``state``; all ranks call it. No code in a file is run.
 
     Args:
-        metadata: The result of ``open_checked``, if that was called.
+        metadata: The result of ``open_checked``.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of ``state``.
     """
-    metadata = open_checked(path, group) if metadata is None else metadata
     with _explained(f"cannot load the checkpoint {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         reader = SafeReader(path, metadata)

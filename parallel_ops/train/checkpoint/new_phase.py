@@ -21,7 +21,7 @@ from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description, of_all
 from parallel_ops.train.checkpoint.metadata import empty, sizes_of
-from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of
+from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, base_of, changes_of_data, has_base, model_of
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
@@ -56,7 +56,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     changes = changes_of_model(source, model_of(trainer))
     old_lora = saved.model.get(LORA)
     only_adapters = old_lora is not None and not has_base(saved)
-    if only_adapters and (base := _base_of(trainer)) != (before := saved.rest.get("adapters", {}).get("base")):
+    if only_adapters and (base := base_of(trainer)) != (before := saved.rest.get("adapters", {}).get("base")):
         changes.append(f"the model of the adapters {before} -> {base}")
     metadata = checkpoints.open_checked(source, trainer.writers)
     stored = sizes_of(metadata)
@@ -118,7 +118,7 @@ def _lines(
     other_data: list[str], only_adapters: bool,
 ) -> list[str]:  # fmt: skip
     """Lines that say what is kept and what begins anew."""
-    base = f", the others are those of {_base_of(trainer) or 'the seed'}" if only_adapters else ""
+    base = f", the others are those of {base_of(trainer) or 'the seed'}" if only_adapters else ""
     weights = f"{len(found['kept'])} weights{base}"
     lines = [f"kept: {weights}", f"kept: the optimizer's state of {len(found['states'])} parameters"]
     lines += [f"kept: the first rows of {name}" for name in found["tables"]]
@@ -130,12 +130,6 @@ def _lines(
         lines += [f"anew: the optimizer's state of {some_of(found['new states'])}"]
     lines += [f"anew: the data, from their first sample ({', '.join(other_data)})"] if other_data else []
     return [*lines, f"anew: steps and learning rate; {saved.step:,} steps were taken before"]
-
-
-def _base_of(trainer: "RunState") -> str | None:
-    """The folder with the weights that adapters are of; ``None`` where they are those of the seed."""
-    folder = trainer.settings.model.dir
-    return None if folder is None else str(folder)
 
 
 def _part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:

@@ -92,9 +92,8 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     rest["dtype"] = trainer.settings.precision.dtype
     rest["config_json"] = getattr(trainer.model, "loaded_options", {})
     if (lora := trainer.settings.lora) is not None:
-        base = trainer.settings.model.dir
-        rest["adapters"] = {"dropout": lora.dropout, "base": None if base is None else str(base)}
-        rest["adapters"]["digest"] = _base_digest(trainer) if trainer.rank == 0 else None
+        digest = _base_digest(trainer) if trainer.rank == 0 else None
+        rest["adapters"] = {"dropout": lora.dropout, "base": base_of(trainer), "digest": digest}
         rest["adapters"]["own_base"] = trainer.own_base
     rest["wandb_run"] = trainer.wandb_run
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
@@ -164,6 +163,12 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     if own_folder is not None and own_folder.resolve() == source.resolve().parent:  # else it is another run
         trainer.wandb_run = saved.rest.get("wandb_run")
     return source
+
+
+def base_of(trainer: "RunState") -> str | None:
+    """The folder with the weights that adapters are of; ``None`` where they are those of the seed."""
+    folder = trainer.settings.model.dir
+    return None if folder is None else str(folder)
 
 
 def has_base(saved: Description) -> bool:

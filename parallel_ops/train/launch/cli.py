@@ -76,14 +76,9 @@ def settings_for(
     return found
 
 
+@unbroken_output()
 def train(settings: Settings, start: Start, *, strict: bool) -> int:
-    """Trains and returns the exit code, even if nothing reads its output."""
-    with unbroken_output():
-        return _train(settings, start, strict=strict)
-
-
-def _train(settings: Settings, start: Start, *, strict: bool) -> int:
-    """Trains and returns the exit code. The error of a failed run is printed.
+    """Trains and returns the exit code, even if nothing reads its output. The error of a failed run is printed.
 
     Raises:
         ValueError, OSError: Settings or files are invalid, before anything is started, or differ between ranks.

@@ -16,51 +16,47 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.checkpoint.description import best_in
 from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.step.forward_backward import ForwardBackward
+from parallel_ops.train.step.reductions import of_first_rank
 
 if TYPE_CHECKING:
-    from parallel_ops.train.run_state import RunState
+    from parallel_ops.train.config import Settings
 
 
 class Evaluation:
     """Evaluates the model of a run.
 
     Args:
-        trainer: The run. samples: The data, in its own order. loader: Reads it.
+        passes: Of the run. samples: The data, in its own order. loader: Reads it.
 
     Attributes:
         samples: Evaluation data. sequences: Number of sequences. targets: Targets counted in the last evaluation.
         best: The lowest loss so far; ``None`` before the first.
     """
 
-    def __init__(self, trainer: "RunState", samples: Samples, loader: Loader) -> None:
-        self.trainer, self.loader = trainer, loader
-        own, plan = trainer.settings.evaluation, trainer.settings.plan
-        self.interval = own.interval
-        self.sequences = min(samples.in_epoch, own.sequences or samples.in_epoch)
-        self.samples, self._evaluated = samples, False
-        # The number of a step, so that memory does not grow with the data.
-        self._at_once = plan.micro_batches
+    def __init__(self, settings: "Settings", passes: ForwardBackward, samples: Samples, loader: Loader) -> None:
+        self.settings, self.passes, self.samples, self.loader = settings, passes, samples, loader
+        self.sequences = min(samples.in_epoch, settings.evaluation.sequences or samples.in_epoch)
+        self._evaluated = False
         self.best: float | None = None
         self.targets = 0
 
     def begin(self) -> None:
         """Starts from the best checkpoint in ``checkpoint.dir``; all ranks call it."""
-        folder, group = self.trainer.settings.checkpoint.dir, self.trainer.writers
-        found = [best_in(folder) if folder is not None and self.trainer.rank == 0 else None]
-        if group is not None:  # files appear on other nodes with a delay
-            dist.broadcast_object_list(found, src=0, group=group)
-        self.best = None if found[0] is None else found[0][0]
+        folder = self.settings.checkpoint.dir
+        # Files appear on other nodes with a delay.
+        found = None if folder is None else of_first_rank(lambda: best_in(folder))
+        self.best = None if found is None else found[0]
 
-    def due(self) -> bool:
-        """Whether this step, which was just taken, is one to evaluate after."""
-        step, steps = self.trainer.global_step, self.trainer.settings.run.steps
-        return step == steps or (self.interval > 0 and step % self.interval == 0)
+    def due(self, step: int) -> bool:
+        """Whether a step, which was just taken, is one to evaluate after."""
+        interval = self.settings.evaluation.interval
+        return step == self.settings.run.steps or (interval > 0 and step % interval == 0)
 
     def is_best(self, loss: float) -> bool:
         """Whether a loss is the lowest so far; it is then kept as such."""
@@ -68,19 +64,18 @@ class Evaluation:
         self.best = loss if found else self.best
         return found
 
-    def run(self) -> float:
-        """The mean loss in nats over all targets; NaN where there are none. All ranks call it."""
-        trainer = self.trainer
-        what, slow = f"evaluation after step {trainer.global_step}", not self._evaluated
-        trainer.activity(f"{what}, reading data", slow=True)
-        total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
-        with evaluating(trainer.model):
+    def run(self, step: int) -> float:
+        """The mean loss in nats over all targets, after a step; NaN where there are none. All ranks call it."""
+        what, slow = f"evaluation after step {step}", not self._evaluated
+        self.passes.activity(f"{what}, reading data", slow=True)
+        total = torch.zeros(2, dtype=torch.float64, device=self.passes.device)
+        with evaluating(self.passes.model):
             for numbers in self._rounds():
                 batches = [self._batch(some) for some in numbers]
                 counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
-                total += trainer.forward_backward.evaluate(batches, counts, what, slow=slow)
+                total += self.passes.evaluate(batches, counts, what, slow=slow)
         self._evaluated = True
-        if trainer.world > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(total)
         loss, count = total.tolist()
         self.targets = int(count)
@@ -88,11 +83,12 @@ class Evaluation:
 
     def _rounds(self) -> Iterator[list[range]]:
         """The sequences of each micro-batch of this data-parallel rank, some micro-batches at a time."""
-        mesh: ParallelMesh = self.trainer.mesh
-        size, replicas = self.trainer.settings.plan.micro_batch, mesh.size("dp")
+        plan, mesh = self.settings.plan, self.passes.mesh
+        size, replicas = plan.micro_batch, mesh.size("dp")
         own = range(mesh.rank("dp") * size, -(-self.sequences // (size * replicas)) * size * replicas, size * replicas)
-        for first in range(0, len(own), self._at_once):
-            yield [range(start, start + size) for start in own[first : first + self._at_once]]
+        # As many as in a step, so that memory does not grow with the data.
+        for first in range(0, len(own), plan.micro_batches):
+            yield [range(start, start + size) for start in own[first : first + plan.micro_batches]]
 
     def _batch(self, numbers: range) -> Batch:
         batch = self.loader.read(numbers)

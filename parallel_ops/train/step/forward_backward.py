@@ -2,7 +2,8 @@
 
 import abc
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,31 @@ from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.watchdog import Activity
 from parallel_ops.train.offload import ActivationOffload
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
-from parallel_ops.train.step.inputs import StepInputs
 
 _TEXTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs of a step on this rank, an element for each micro-batch.
+
+    Attributes:
+        batches: The data. counts: Their numbers of targets.
+        shares: Share of each micro-batch in the loss of the step. factors: Factor of the gradients of each.
+        seeds: Dropout seed of each; ``None`` leaves the random generators as they are.
+        scale: The loss scale, which ``factors`` include.
+    """
+
+    batches: Sequence[Batch]
+    counts: Sequence[int]
+    shares: Sequence[Tensor | float]
+    factors: Sequence[Tensor | float]
+    seeds: Sequence[int | None]
+    scale: Tensor | float
+
+    def micro_batches(self) -> Iterator[tuple[Batch, int, Tensor | float, Tensor | float, int | None]]:
+        """Batch, count, share, factor and seed of each micro-batch."""
+        return zip(self.batches, self.counts, self.shares, self.factors, self.seeds, strict=True)
 
 
 class ForwardBackward(abc.ABC):

@@ -29,7 +29,7 @@ from parallel_ops.layers import ParallelMoE
 from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.step.capturable import WARMUP
 from parallel_ops.train.step.expert_use import overflowed
-from parallel_ops.train.step.inputs import StepInputs
+from parallel_ops.train.step.forward_backward import StepInputs
 
 Results = tuple[Tensor, Tensor, Tensor | None]
 

@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_flatten
 from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
 from parallel_ops.models import Transformer
 from parallel_ops.train.step.capturable import WARMUP, checked_capacity, eager_reason
+from parallel_ops.train.step.forward_backward import StepInputs
 from parallel_ops.train.step.graph import StepGraph
-from parallel_ops.train.step.inputs import StepInputs
 from parallel_ops.train.step.layer_calls import Call, Unit, autocast_on, described
 from parallel_ops.train.step.layer_captures import Captures
 

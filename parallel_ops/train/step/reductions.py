@@ -7,9 +7,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.context import IGNORE_INDEX
+from parallel_ops.train.checkpoint.description import CheckpointError
 from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.signals import SIGNALS
 
@@ -74,11 +76,14 @@ def reduce_results(
     return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, not any_target, stop, unsaved > 0, *others
 
 
-def of_first_rank(compute: Callable[[], T]) -> T:
+def of_first_rank(compute: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """Computes on rank 0 and returns the result on every rank; all ranks call it.
 
+    Args:
+        group: All ranks, for messages of its own.
+
     Raises:
-        ValueError, OSError, ImportError: Rank 0 raised it.
+        ValueError, OSError, ImportError, CheckpointError: Rank 0 raised it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return compute()
@@ -86,9 +91,9 @@ def of_first_rank(compute: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             given = [compute(), None]
-        except (ValueError, OSError, ImportError) as error:
+        except (ValueError, OSError, ImportError, CheckpointError) as error:
             given = [None, error]
-    dist.broadcast_object_list(given)
+    dist.broadcast_object_list(given, group=group)
     found, problem = given
     if problem is not None:
         raise problem

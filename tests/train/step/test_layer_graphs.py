@@ -9,7 +9,7 @@ import torch
 from parallel_ops.models import Transformer
 from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.step.capturable import WARMUP, eager_reason
-from parallel_ops.train.step.inputs import StepInputs
+from parallel_ops.train.step.forward_backward import StepInputs
 from parallel_ops.train.step.layer_graphs import LayerGraphs, units_of
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
@@ -87,35 +87,6 @@ def test_replays_are_eager_steps(size, data):
         for (eager, weights, _), (graphed, others, _) in of_ranks:
             assert graphed == eager, name
             assert all(torch.equal(a, b) for a, b in zip(others, weights, strict=True)), name
-
-
-def evaluated(rank, settings, *, fake):
-    """Losses with evaluations between the steps, and steps from a state that is loaded after a capture."""
-    with fake_graphs.cuda() if fake else contextlib.nullcontext(), runs.trainer_of(settings) as trainer:
-        found = [(trainer.step().loss, trainer.evaluate()) for _ in range(STEPS)]
-        trainer.save()
-        after = [trainer.step().loss for _ in range(2)]
-        trainer.resume()
-        assert after == [trainer.step().loss for _ in range(2)]
-        return found, after
-
-
-def evaluated_both(rank, pairs):
-    return [[evaluated(rank, settings, fake=fake) for fake, settings in enumerate(pair)] for pair in pairs]
-
-
-def test_evaluations_and_loaded_states(data, tmp_path):
-    sections = LLAMA | {"evaluation": {"paths": [str(data)], "sequences": 4}, "run": {"cuda_graph": "layers"}}
-    plans = [{"dp": 2, "zero": 3, "global_batch": 4}, {"pp": 2, "global_batch": 4}]
-    pairs = [
-        [
-            runs.settings_of(data, **sections, parallel=plan, checkpoint={"dir": tmp_path / f"{number} {name}"})
-            for name in ("eager", "graphed")
-        ]
-        for number, plan in enumerate(plans)
-    ]
-    for rank in ranks(2).run(evaluated_both, pairs):
-        assert all(eager == graphed for eager, graphed in rank)
 
 
 def gathered_in_place(rank, settings):
