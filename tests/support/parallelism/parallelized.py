@@ -16,9 +16,6 @@ from support.parallelism.layers import mesh_of, whole
 
 MODELS = {
     "gpt": TransformerConfig(vocab_size=31, seq_length=8, num_layers=2, hidden_size=32, num_heads=4, dropout=0.0),
-    "attention dropout": TransformerConfig(
-        vocab_size=31, seq_length=8, num_layers=2, hidden_size=32, num_heads=4, attention_dropout=0.4
-    ),
     "llama": TransformerConfig(
         vocab_size=31, seq_length=8, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2,
         activation="swiglu", norm="rms_norm", bias=False, positions="rotary", tied_embeddings=False,

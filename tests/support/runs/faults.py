@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,18 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.report import outputs
 from parallel_ops.train.results import Result
 from support.runs.trainer import trainer_of
+
+
+def names(folder: Path) -> list[str]:
+    """What is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(file: Path) -> None:
+    """Changes a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def train_with_a_signal(rank: int, settings: Settings, number: int, at: int) -> Result:

@@ -92,6 +92,19 @@ def write_tokens(path: Path, *, seed: int, count: int) -> None:
     part.rename(path)
 
 
+def parallel_ops(*arguments: str) -> tuple[int, str]:
+    """Exit code of the command line, and what it prints."""
+    from typer.testing import CliRunner
+
+    from parallel_ops._commands import app
+
+    done = CliRunner().invoke(app, arguments, prog_name="parallel-ops")
+    if isinstance(done.exception, ValueError):  # which the program prints
+        return 2, str(done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
 def settings_of(data: Path, /, **sections: Any) -> Settings:
     """Of a small run; ``sections`` go over it key by key."""
     base: dict[str, Any] = {

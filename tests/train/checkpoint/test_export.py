@@ -22,6 +22,7 @@ from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
+from support.runs.faults import flip
 from support.runs.tensor_files import tensors_in
 
 
@@ -126,9 +127,7 @@ class TestRefused:
     def test_a_damaged_file(self, llama, tmp_path):
         copy = changed(llama, tmp_path)
         file = next(copy.glob("*.distcp"))
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip(file)
         with pytest.raises(CheckpointError, match="is damaged: its checksum"):
             export(copy, tmp_path / "a")
         assert inspect(copy)["step"] == 1

@@ -19,10 +19,7 @@ from parallel_ops.train.checkpoint.owner import FILE, Owner
 from parallel_ops.train.checkpoint.removal import remove
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+from support.runs.faults import names
 
 
 def test_a_folder_has_one_owner_until_it_closes(tmp_path):

@@ -4,23 +4,13 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from parallel_ops import _commands
 from parallel_ops.train import CheckpointError, Trainer
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
+from support.runs.trainer import parallel_ops
 
 LLAMA = runs.MODELS["llama"]
-
-
-def parallel_ops(*arguments):
-    """Exit code, and what is printed."""
-    done = CliRunner().invoke(_commands.app, arguments, prog_name="parallel-ops")
-    if isinstance(done.exception, ValueError):  # which the program prints
-        return 2, str(done.exception)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
 
 
 def first_phase(data, folder, **sections):
@@ -152,7 +142,6 @@ PLANS = [
 def test_a_phase_begins_on_any_plan(data, tmp_path, plan):
     """Longer sequences, a larger vocabulary, another base and merged adapters: as one process begins it."""
     first_phase(data, tmp_path / "full")
-    Trainer(runs.settings_of(data, model=LLAMA))
     change = {"model": {**LLAMA, "seq_length": 24, "rotary_base": 1e5, "vocab_size": 40}}
     batch = {"global_batch": 8, "micro_batch": 1}
     alone, want = runs.steps_of_phase(0, runs.settings_of(data, **change, parallel=batch), tmp_path / "full")
@@ -200,11 +189,8 @@ def test_the_command(data, tmp_path, monkeypatch):
     code, said = parallel_ops(*phase, "--resume", "checkpoints", "--set", "checkpoint.dir=second")
     assert code == 0, said
     assert "a new phase from checkpoints/step-00000002\nkept: " in said and "changed: seq_length 32 -> 64" in said
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-3:] == [
-        1,
-        2,
-        3,
-    ]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-3:] == [1, 2, 3]
     again = ["train", "run.toml", "--set", "model.seq_length=64", "--set", "checkpoint.dir=second", "--resume"]
     code, said = parallel_ops(*again, "--set", "run.steps=4")
     assert code == 0 and "resumes from second/step-00000003" in said, said

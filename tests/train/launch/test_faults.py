@@ -18,6 +18,7 @@ from parallel_ops.train.checkpoint import checkpoints
 from support.ranks.distributed import Raised, Ranks, ranks
 from support.runs import faults
 from support.runs import trainer as runs
+from support.runs.faults import flip, names
 
 TWO = {"dp": 2, "zero": 3, "global_batch": 4}
 
@@ -29,10 +30,6 @@ def saved(data, tmp_path_factory):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(folder), "interval": 2}, run={"steps": 4})
     ranks(2).run(runs.train, settings)
     return folder
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -117,12 +114,6 @@ def test_a_disk_without_space_is_called_that(data, tmp_path, monkeypatch, asynch
     assert f"the disk of {tmp_path} is full (" in said and "free some, or name another checkpoint.dir" in said
     assert said.endswith(f"(the last complete one, {tmp_path}/step-00000001, stays valid)")
     assert names(tmp_path) == ["step-00000001"]
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def replace(path, old, new):

@@ -175,7 +175,6 @@ def test_the_bias_balances(data):
             {},
             r"parallel\.expert_tp\s+must be 0 or 1, got 2: its experts are not split",
         ),
-        ({"dp": 4, "ep": 2, "dp_replicate": 2}, {}, r"parallel\.ep\s+with dp_replicate needs zero of 1 or more"),
         ({}, {"top_k": 9}, "top_k must be at most 4, the experts to choose from, got 9"),
         ({}, {"topk": 2}, "unexpected keyword argument 'topk'"),
         ({}, {"dense_layers": 4}, r"experts\.dense_layers must be below num_layers \(4\), got 4"),
@@ -186,11 +185,6 @@ def test_the_bias_balances(data):
 def test_what_does_not_fit(data, plan, experts, message):
     with pytest.raises(ValueError, match=message):
         settings_of(data, plan, experts=experts)
-
-
-def test_ep_without_experts(data):
-    with pytest.raises(ValueError, match=r"parallel\.ep\s+must be 1 for a model without experts, got 2"):
-        runs.settings_of(data, parallel={"dp": 2, "ep": 2, "global_batch": 8})
 
 
 def test_a_stage_without_a_pipeline_has_no_loads():

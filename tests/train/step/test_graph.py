@@ -143,16 +143,19 @@ def evaluated_both(rank, eager, graphed):
     return evaluated(rank, eager, fake=False), evaluated(rank, graphed, fake=True)
 
 
-def test_evaluations_and_loaded_states(data, tmp_path):
-    sections = LLAMA | BF16 | {
-        "parallel": {"dp": 2, "zero": 2, "global_batch": 4}, "evaluation": {"paths": [str(data)], "sequences": 4},
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "plan"), [("step", {"dp": 2, "zero": 2}), ("layers", {"dp": 2, "zero": 3}), ("layers", {"pp": 2})]
+)
+def test_evaluations_and_loaded_states(data, tmp_path, kind, plan):
     settings = [
-        runs.settings_of(data, **sections, run={"cuda_graph": kind}, checkpoint={"dir": tmp_path / str(kind)})
-        for kind in (False, "step")
-    ]
+        runs.settings_of(
+            data, **LLAMA, **BF16, parallel={"global_batch": 4, **plan}, run={"cuda_graph": kind},
+            evaluation={"paths": [str(data)], "sequences": 4}, checkpoint={"dir": tmp_path / name},
+        )
+        for name in ("eager", "graphed")
+    ]  # fmt: skip
     for eager, graphed in ranks(2).run(evaluated_both, *settings):
-        assert graphed[0] == pytest.approx(eager[0], rel=1e-3)
+        assert graphed == eager if kind == "layers" else graphed[0] == pytest.approx(eager[0], rel=1e-3)
         assert graphed[1] == graphed[2], "a resumed run takes other steps"
 
 

@@ -25,16 +25,20 @@ def test_half_precision_finds_a_scale(data):
     assert scales[0] == 2.0**21 and max(scales[6:]) >= 2 * min(scales)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_half_precision_overflows_where_one_process_does(data, cp):
-    """The loss scale means the same where ranks share a sequence: the same steps are skipped until one fits."""
+@pytest.mark.parametrize(
+    "plan",
+    [{"cp": 2, "zero": 2}, {"cp": 4, "zero": 2}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "cp": 2, "zero": 1}],
+    ids=str,
+)
+def test_half_precision_overflows_where_one_process_does(data, plan):
+    """The loss scale means the same where ranks share a sequence or are stages: the same steps are skipped."""
     batches = {"global_batch": 4, "micro_batch": 2}
     options = {"model": runs.MODELS["llama"], "run": {"steps": 4}}
     options["precision"] = {"dtype": "fp16", "initial_scale": 2.0**22}
     scales, skipped = runs.scales_of(0, runs.settings_of(data, parallel=batches, **options))
     assert skipped[0] and not skipped[-1]
-    shared = runs.settings_of(data, parallel={**batches, "cp": cp, "zero": 2}, **options)
-    for got in ranks(cp).run(runs.scales_of, shared):
+    shared = runs.settings_of(data, parallel=batches | plan, **options)
+    for got in ranks(shared.plan.gpus).run(runs.scales_of, shared):
         assert got == (scales, skipped)
 
 

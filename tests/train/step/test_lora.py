@@ -141,8 +141,6 @@ def test_the_first_step_is_of_the_base(data):
     ("sections", "message"),
     [
         ({"lora": {"targets": ["qproj"]}}, r"'qproj' matches no linear; their names are like layers\.0\.attention\.q "),
-        ({"lora": {"targets": []}}, "at least 1 item"),
-        ({"lora": {"rank": 0}}, "greater than or equal to 1"),
         ({"parallel": {"cp": 2}, "lora": {"dropout": 0.1}}, r"needs parallel\.cp of 1, got 2"),
         ({"model": {**LLAMA, "freeze": ["tokens.*"]}}, "must be left out with lora"),
         (

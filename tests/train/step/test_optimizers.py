@@ -126,15 +126,12 @@ def test_patterns_that_match_nothing(data, sections, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("optimizer.kind=adam", r"optimizer\.kind: input should be 'adamw' or 'muon', got 'adam'"),
-        ("optimizer.momentum=1.0", r"optimizer\.momentum: .* less than 1, got 1\.0"),
         ("optimizer.groups=[{lr_ratio=1.0}]", r"optimizer\.groups\.0\.match is missing"),
         ("optimizer.groups=[{match='a',rate=1.0}]", r"unknown key optimizer\.groups\.0\.rate; nearest: lr_ratio|known"),
         (
             "optimizer.groups=[{match='a',lr_ratio=-1.0}]",
             r"optimizer\.groups\.0\.lr_ratio: .* greater than or",
         ),
-        ("model.freeze='tokens.*'", r"model\.freeze: must be a list"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path, change, message):
@@ -148,4 +145,3 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         read_settings(path, [change])
     assert "\n" not in str(raised.value)
-    assert read_settings(path, ["model.freeze=['tokens.*']"]).model.freeze == ("tokens.*",)
