@@ -4,7 +4,6 @@ One group of four ranks takes all plans in turn. What a person sees is not the p
 a few numbers for the progress line, sums of scalars.
 """
 
-import functools
 import itertools
 import random
 
@@ -87,11 +86,6 @@ def run(folder, case):
     return ranks(4).run(traffic.a_step, {"data": {"paths": [str(file)]}, **given(case)})
 
 
-@functools.cache
-def steps(folder, number):
-    return run(folder, CASES[number])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
@@ -146,7 +140,7 @@ def check_held(case, samples):
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
 def test_a_step_sends_and_holds_what_the_planner_says(folder, number):
-    counts, samples = zip(*steps(folder, number), strict=True)
+    counts, samples = zip(*run(folder, CASES[number]), strict=True)
     check_sent(CASES[number], counts)
     for each in samples:
         check_held(CASES[number], each)
