@@ -64,15 +64,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, capacity: int | None = 
         >>> order.rows.tolist(), order.offs.tolist()  # token 1, then tokens 0 and 2; where the rows of each expert end
         ([1, 0, 2], [1, 3])
     """
-    if torch.compiler.is_compiling():
-        _check(experts, num_experts, capacity, multiple)
-        return ExpertOrder(*_sort(experts, num_experts, capacity, multiple))
-
-    def check() -> None:
-        _check(experts, num_experts, capacity, multiple)
-
+    arguments = experts, num_experts, capacity, multiple
     try:
-        return ExpertOrder(*_sort.checked(check, experts, num_experts, capacity, multiple))
+        return ExpertOrder(*_sort.checked(lambda: _check(*arguments), *arguments))
     except RuntimeError:
         if experts.device.type == "cpu":
             _check_ids(experts, num_experts)
@@ -157,12 +151,12 @@ def outputs(experts: Tensor, num_experts: int, capacity: int | None, multiple: i
     )
 
 
-def forward(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def launch(
+    out: tuple[Tensor, Tensor, Tensor], experts: Tensor, num_experts: int, capacity: int | None, multiple: int
+) -> None:
     from parallel_ops.triton_kernels.experts import order as kernels
 
-    rows, places, offs = outputs(experts, num_experts, capacity, multiple)
-    kernels.sort(experts, rows, places, offs, capacity=capacity, multiple=multiple)
-    return rows, places, offs
+    kernels.sort(experts, *out, capacity=capacity, multiple=multiple)
 
 
-_sort = register("sort_by_expert", outputs=outputs, cuda=forward)
+_sort = register("sort_by_expert", outputs=outputs, launch=launch)

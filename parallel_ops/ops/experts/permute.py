@@ -143,34 +143,30 @@ def unpermute_backward_outputs(
     return dy, grad.new_empty(0) if y is None or weights is None else weights.new_empty(weights.shape)
 
 
-def permute_forward(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+def launch_permute(out: Tensor, x: Tensor, rows: Tensor, places: Tensor) -> None:
     from parallel_ops.triton_kernels.experts import permute as kernels
 
-    out = permute_outputs(x, rows, places)
     kernels.scatter(x, None, rows, places, None, out, None)
-    return out
 
 
-def unpermute_forward(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def launch_unpermute(out: Tensor, y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> None:
     from parallel_ops.triton_kernels.experts import permute as kernels
 
-    out = unpermute_outputs(y, rows, places, weights)
     kernels.gather(y, places, weights, out)
-    return out
 
 
-def unpermute_gradients(
-    grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
-) -> tuple[Tensor, Tensor]:
+def launch_unpermute_backward(
+    out: tuple[Tensor, Tensor], grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None,
+    needs_y: bool,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.experts import permute as kernels
 
-    dy, dweights = unpermute_backward_outputs(grad, y, rows, places, weights, needs_y)
+    dy, dweights = out
     needs_weights = y is not None and weights is not None
     kernels.scatter(
         grad, y if needs_weights else None, rows, places, weights, dy if needs_y else None,
         dweights if needs_weights else None,
     )  # fmt: skip
-    return dy, dweights
 
 
 def setup_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -196,10 +192,12 @@ def unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _permute = register(
-    "permute", outputs=permute_outputs, cuda=permute_forward, setup_context=setup_permute, backward=permute_backward
+    "permute", outputs=permute_outputs, launch=launch_permute, setup_context=setup_permute, backward=permute_backward
 )
-_unpermute_backward = register("unpermute_backward", outputs=unpermute_backward_outputs, cuda=unpermute_gradients)
+_unpermute_backward = register(
+    "unpermute_backward", outputs=unpermute_backward_outputs, launch=launch_unpermute_backward
+)
 _unpermute = register(
-    "unpermute", outputs=unpermute_outputs, cuda=unpermute_forward, setup_context=setup_unpermute,
+    "unpermute", outputs=unpermute_outputs, launch=launch_unpermute, setup_context=setup_unpermute,
     backward=unpermute_backward,
 )  # fmt: skip

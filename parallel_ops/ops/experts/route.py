@@ -242,32 +242,28 @@ def backward_outputs(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def forward(
-    logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, groups: int, top_groups: int, top_k_first: bool,
-    normalize: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def launch(
+    out: tuple[Tensor, ...], logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, groups: int,
+    top_groups: int, top_k_first: bool, normalize: bool, scale: float,
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.experts import route as kernels
 
-    out = outputs(logits, bias, top_k)
     kernels.forward(
         logits, bias, *out, sigmoid=sigmoid, groups=groups, top_groups=top_groups, top_k_first=top_k_first,
         normalize=normalize, scale=scale,
     )  # fmt: skip
-    return out
 
 
-def gradients(
-    logits: Tensor, experts: Tensor, grad_weights: Tensor | None, grad_score_sums: Tensor | None,
+def launch_backward(
+    dlogits: Tensor, logits: Tensor, experts: Tensor, grad_weights: Tensor | None, grad_score_sums: Tensor | None,
     grad_z_sum: Tensor | None, sigmoid: bool, top_k_first: bool, normalize: bool, scale: float,
-) -> Tensor:  # fmt: skip
+) -> None:  # fmt: skip
     from parallel_ops.triton_kernels.experts import route as kernels
 
-    dlogits = backward_outputs(logits)
     kernels.backward(
         logits, experts, grad_weights, grad_score_sums, grad_z_sum, dlogits,
         sigmoid=sigmoid, top_k_first=top_k_first, normalize=normalize, scale=scale,
     )  # fmt: skip
-    return dlogits
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -286,5 +282,5 @@ def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return dlogits, *(None,) * 8
 
 
-_backward = register("route_backward", outputs=backward_outputs, cuda=gradients)
-_forward = register("route", outputs=outputs, cuda=forward, setup_context=setup_context, backward=backward)
+_backward = register("route_backward", outputs=backward_outputs, launch=launch_backward)
+_forward = register("route", outputs=outputs, launch=launch, setup_context=setup_context, backward=backward)
