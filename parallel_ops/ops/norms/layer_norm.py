@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops._internal.gradients.split_backward import requested
 from parallel_ops.ops.norms.shared import (
     check_eps,
     check_norm,
@@ -29,9 +28,10 @@ from parallel_ops.ops.norms.shared import (
     empty_like_parameter,
     empty_statistic,
     empty_sum,
+    gradients,
     in_dtype_of_stream,
-    present,
-    unused_gradient,
+    launch_backward,
+    setup_context,
 )
 
 
@@ -97,8 +97,7 @@ def layer_norm(
         >>> torch.allclose(layer_norm(x, weight, bias), expected, atol=1e-6)
         True
     """
-    if type(eps) is not float or not eps >= 0:
-        check_eps("layer_norm", eps)
+    check_eps("layer_norm", eps)
     check = lambda: check_norm("layer_norm", x, weight, bias, residual)  # noqa: E731
     y, total, *_ = _forward.checked(check, x, weight, bias, residual, eps, zero_centered)
     return y if residual is None else (y, total)
@@ -149,43 +148,8 @@ def launch(
     kernels.forward(x, weight, bias, residual, *out, eps=eps, zero_centered=zero_centered)
 
 
-def launch_backward(
-    out: _Four, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    mean: Tensor, rstd: Tensor, zero_centered: bool, needs_x: bool = True, needs_parameters: bool = True,
-) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels.norms import backward as kernels
-
-    dx, narrow, dweight, dbias = out
-    dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
-    of_weight, of_bias = (needs_parameters and p is not None for p in (weight, bias))
-    sums = present(dweight, of_weight), present(dbias, of_bias)
-    kernels.backward(grad, grad_sum, x, weight, mean, rstd, *dxs, *sums, zero_centered=zero_centered)
-
-
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
-    x, weight, bias, residual, _, ctx.zero_centered = inputs
-    _, total, mean, rstd = output
-    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
-
-
 def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, mean, rstd = ctx.saved_tensors
-    grad = unused_gradient(x, ctx.dtype) if grad is None else grad
-    grad_sum = grad_sum if ctx.has_residual else None
-    for_x, for_weight, for_bias, for_residual = requested(ctx)[:4]
-    needs = for_x or for_residual, for_weight or for_bias
-    dx, narrow, dweight, dbias = _backward(grad, grad_sum, x, weight, bias, mean, rstd, ctx.zero_centered, *needs)
-    return (
-        (dx if x.dtype == ctx.dtype else narrow) if for_x else None,
-        dweight if for_weight else None,
-        dbias if for_bias else None,
-        dx if for_residual else None,
-        None,
-        None,
-    )
+    return gradients(_backward, ctx, grad, grad_sum)
 
 
 _backward = register("layer_norm_backward", outputs=backward_outputs, launch=launch_backward)

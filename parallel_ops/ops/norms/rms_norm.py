@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.registration import register
-from parallel_ops._internal.gradients.split_backward import requested
+from parallel_ops.ops.norms import shared
 from parallel_ops.ops.norms.shared import (
     check_eps,
     check_norm,
@@ -26,9 +26,9 @@ from parallel_ops.ops.norms.shared import (
     empty_like_parameter,
     empty_statistic,
     empty_sum,
+    gradients,
     in_dtype_of_stream,
-    present,
-    unused_gradient,
+    setup_context,
 )
 
 
@@ -79,8 +79,7 @@ def rms_norm(
         >>> torch.allclose(rms_norm(x, weight), torch.nn.functional.rms_norm(x, (64,), weight, eps=1e-6), atol=1e-6)
         True
     """
-    if type(eps) is not float or not eps >= 0:
-        check_eps("rms_norm", eps)
+    check_eps("rms_norm", eps)
     check = lambda: check_norm("rms_norm", x, weight, None, residual)  # noqa: E731
     y, total, _ = _forward.checked(check, x, weight, residual, eps, zero_centered)
     return y if residual is None else (y, total)
@@ -129,36 +128,13 @@ def launch(
 
 
 def launch_backward(
-    out: _Three, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
-    zero_centered: bool, needs_x: bool = True, needs_weight: bool = True,
-) -> None:  # fmt: skip
-    from parallel_ops.triton_kernels.norms import backward as kernels
-
-    dx, narrow, dweight = out
-    dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
-    of_weight = present(dweight, needs_weight and weight is not None)
-    kernels.backward(grad, grad_sum, x, weight, None, rstd, *dxs, of_weight, None, zero_centered=zero_centered)
-
-
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
-    x, weight, residual, _, ctx.zero_centered = inputs
-    _, total, rstd = output
-    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else total, weight, rstd)
+    out: _Three, grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, *flags: bool
+) -> None:
+    shared.launch_backward(out, grad, grad_sum, x, weight, None, None, rstd, *flags)
 
 
 def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = ctx.saved_tensors
-    grad = unused_gradient(x, ctx.dtype) if grad is None else grad
-    grad_sum = grad_sum if ctx.has_residual else None
-    for_x, for_weight, for_residual = requested(ctx)[:3]
-    dx, narrow, dweight = _backward(
-        grad, grad_sum, x, weight, rstd, ctx.zero_centered, for_x or for_residual, for_weight
-    )
-    own = dx if x.dtype == ctx.dtype else narrow
-    return own if for_x else None, dweight if for_weight else None, dx if for_residual else None, None, None
+    return gradients(_backward, ctx, grad, grad_sum)
 
 
 _backward = register("rms_norm_backward", outputs=backward_outputs, launch=launch_backward)

@@ -1,4 +1,4 @@
-"""Shared by ``layer_norm`` and ``rms_norm``: argument checks, shapes of the outputs, and the autocast rule."""
+"""Shared by ``layer_norm`` and ``rms_norm``: argument checks, outputs, the autograd formula, and the autocast rule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.checks import check_floating, check_rows, check_same_device
+from parallel_ops._internal.gradients.split_backward import requested
 
 
 def check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -82,14 +83,48 @@ def empty_like_parameter(parameter: Tensor | None, x: Tensor, needed: bool) -> T
     return torch.empty_like(parameter, memory_format=torch.contiguous_format)
 
 
-def present(t: Tensor, wanted: bool) -> Tensor | None:
-    """``t`` for a launcher that takes ``None`` where an op has an empty tensor."""
-    return t if wanted else None
+def launch_backward(
+    out: tuple[Tensor, ...], grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None,
+    bias: Tensor | None, mean: Tensor | None, rstd: Tensor, zero_centered: bool, needs_x: bool = True,
+    needs_parameters: bool = True,
+) -> None:  # fmt: skip
+    """The launcher takes ``None`` where the op has an empty tensor."""
+    from parallel_ops.triton_kernels.norms import backward as kernels
+
+    dx, narrow, dweight, *dbias = out
+    dxs = dx if needs_x else None, narrow if needs_x and grad.dtype != x.dtype else None
+    of_weight = dweight if needs_parameters and weight is not None else None
+    of_bias = dbias[0] if needs_parameters and bias is not None else None
+    kernels.backward(grad, grad_sum, x, weight, mean, rstd, *dxs, of_weight, of_bias, zero_centered=zero_centered)
 
 
-def unused_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zero gradient of an unused output, without memory of its own."""
-    return x.new_zeros((), dtype=dtype).expand(x.shape)
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, *parameters, residual, _, ctx.zero_centered = inputs
+    _, total, *statistics = output
+    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
+    ctx.mark_non_differentiable(*statistics)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else total, *parameters, *statistics)
+
+
+def gradients(
+    op: Callable[..., tuple[Tensor, ...]], ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Formula of both norms: the gradients of x, parameters and residual, by the op that computes them."""
+    x, *tensors = ctx.saved_tensors
+    if grad is None:  # an unused output's is zero, without memory of its own
+        grad = x.new_zeros((), dtype=ctx.dtype).expand(x.shape)
+    grad_sum = grad_sum if ctx.has_residual else None
+    for_x, *for_parameters, for_residual = requested(ctx)[:-2]
+    needs = for_x or for_residual, any(for_parameters)
+    dx, narrow, *dparameters = op(grad, grad_sum, x, *tensors, ctx.zero_centered, *needs)
+    return (
+        (dx if x.dtype == ctx.dtype else narrow) if for_x else None,
+        *(d if wanted else None for d, wanted in zip(dparameters, for_parameters, strict=True)),
+        dx if for_residual else None,
+        None,
+        None,
+    )
 
 
 def in_dtype_of_stream(residual: int, parameters: tuple[int, ...]) -> Callable[[torch.dtype, tuple[Any, ...]], Any]:
