@@ -30,7 +30,7 @@ from parallel_ops.tensor_parallel.loss.distributions import (
     row_sums,
     sum_of_shards,
 )
-from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, check_linear, gradient_outputs
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, backward_outputs, check_linear
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks, blocks_of
 
 NAME = "vocab_parallel_linear_kl_divergence"
@@ -248,11 +248,6 @@ def backward_of_chunks(
 def outputs(hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype, shape = kernels.accumulation_dtype(weight.dtype), hidden.shape[:-1]
     return weight.new_empty(shape, dtype=dtype), weight.new_empty((4, math.prod(shape)), dtype=dtype)
-
-
-def backward_outputs(grad: Tensor, hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    chunking = ChunkOptions(*arguments[5:])
-    return gradient_outputs(hidden, weight, chunking, chunking.needs)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -50,7 +50,6 @@ from parallel_ops.tensor_parallel.loss.linear_loss import (
     options_of,
     outputs,
 )
-from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions
 
 
 class LinearCrossEntropyArguments(LossArguments, total=False):
@@ -133,12 +132,9 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, target), rtol=1e-4)
         True
     """
-    name = "linear_cross_entropy"
-    options = LossOptions.checked(
-        name, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction
-    )  # fmt: skip
-    chunking = check_linear(name, hidden, weight, target, bias, class_weight, None, False, chunk_bytes)
-    return _call(name, hidden, weight, target, bias, class_weight, options, chunking, return_statistics)
+    options = (label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction)
+    chunks = (None, False, chunk_bytes)
+    return _call("linear_cross_entropy", hidden, weight, target, bias, class_weight, options, chunks, return_statistics)
 
 
 @overload
@@ -215,27 +211,25 @@ def vocab_parallel_linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, target), rtol=1e-4)
         True
     """
-    name = group_name(NAME, group)
-    with propagate_errors(NAME, None if name is None else group, hidden, weight, target, checked=True):
-        options = LossOptions.checked(
-            NAME, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction
-        )  # fmt: skip
-        chunking = check_linear(
-            NAME, hidden, weight, target, bias, class_weight, group, sequence_parallel, chunk_bytes
-        )  # fmt: skip
-    return _call(NAME, hidden, weight, target, bias, class_weight, options, chunking, return_statistics)
+    options = (label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction)
+    chunks = (group, sequence_parallel, chunk_bytes)
+    return _call(NAME, hidden, weight, target, bias, class_weight, options, chunks, return_statistics)
 
 
 def _call(
     name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    options: LossOptions, chunking: ChunkOptions, return_statistics: bool,
+    given: tuple[Any, ...], chunks: tuple[ProcessGroup | None, bool, int | None], return_statistics: bool,
 ) -> Tensor | tuple[Tensor, LossStatistics]:  # fmt: skip
+    alone = group_name(name, chunks[0]) is None
+    with propagate_errors(name, None if alone else chunks[0], hidden, weight, target, checked=True):
+        options = LossOptions.checked(name, *given)
+        chunking = check_linear(name, hidden, weight, target, bias, class_weight, *chunks)
     call = _op.dispatched if return_statistics else _op
     try:
         loss, column, saved, *_ = call(hidden, weight, bias, target, class_weight, *options, *chunking)
     except RuntimeError:
         # As in cross_entropy: on CPU the kernel checks the targets; the next line names a bad one with its row.
-        if chunking.group is None and not options.ignore_out_of_range:
+        if alone and not options.ignore_out_of_range:
             check_target_values(name, target, weight.shape[0], options.ignore_index)
         raise
     return (loss, statistics_of(column, saved, target.shape)) if return_statistics else loss

@@ -166,11 +166,9 @@ def gradient_outputs(hidden: Tensor, weight: Tensor, chunking: ChunkOptions, nee
     )
 
 
-def backward_outputs(
-    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, column: Tensor,
-    saved: Tensor, *arguments: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    _, chunking = options_of(arguments)
+def backward_outputs(grad: Tensor, hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Of every op whose arguments end with those of ``ChunkOptions``."""
+    chunking = ChunkOptions(*arguments[-len(ChunkOptions._fields) :])
     return gradient_outputs(hidden, weight, chunking, chunking.needs)
 
 

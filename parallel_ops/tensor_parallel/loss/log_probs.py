@@ -34,7 +34,7 @@ from parallel_ops.tensor_parallel.loss.distributions import (
     sum_of_shards,
     write_gradient_,
 )
-from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, check_linear, gradient_outputs
+from parallel_ops.tensor_parallel.loss.linear_loss import agreed, agreed_backward, backward_outputs, check_linear
 from parallel_ops.tensor_parallel.loss.logit_chunks import ChunkOptions, Chunks
 
 NAME = "vocab_parallel_linear_log_probs"
@@ -260,14 +260,6 @@ def outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor,
     )
 
 
-def backward_outputs(
-    grad: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor,
-    saved: Tensor, *arguments: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    _, chunking = _options_of(arguments)
-    return gradient_outputs(hidden, weight, chunking, chunking.needs)
-
-
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, _, *ctx.arguments = inputs
     _, _, column, saved = output
@@ -290,8 +282,8 @@ def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
 
 
 _backward_op = register(
-    f"{NAME}_backward", outputs=backward_outputs, cpu=backward_of_chunks, cuda=backward_of_chunks,
-    flops=lambda grad, _, *given: flops_of_backward(grad, *given),
+    f"{NAME}_backward", outputs=lambda grad, _, *given: backward_outputs(grad, *given), cpu=backward_of_chunks,
+    cuda=backward_of_chunks, flops=lambda grad, _, *given: flops_of_backward(grad, *given),
 )  # fmt: skip
 _op = register(
     NAME, outputs=outputs, cpu=forward, cuda=forward, setup_context=setup_context, backward=backward, differentiable=2,
