@@ -177,7 +177,16 @@ def all_to_all(
     op: str,
 ) -> Tensor:
     process_group = resolve_group(group)
-    _agree_to_exchange(op, x, split_dim, split_sizes, concat_dim, concat_sizes, process_group)
+    text = (
+        f"split_dim={split_dim}, concat_dim={concat_dim}, split_sizes={list(split_sizes)}, "
+        f"concat_sizes={list(concat_sizes)}"
+    )
+    rest = tuple(n for d, n in enumerate(x.shape) if d not in (split_dim, concat_dim))
+    if split_dim != concat_dim:
+        _agree(op, x, process_group, (rest, split_dim, concat_dim, *split_sizes, *concat_sizes), text)
+    else:
+        rows = _agree(op, x, process_group, (rest, split_dim), text, (*split_sizes, *concat_sizes))
+        _check_pairs(op, split_dim, rows or [], process_group)
     own = list(x.shape)
     own[split_dim] = split_sizes[process_group.rank()]
     receive = [[n if d == concat_dim else own[d] for d in range(x.dim())] for n in concat_sizes]
@@ -207,30 +216,10 @@ def _agree(
     return check_consistency(group, call, x.device)
 
 
-def _agree_to_exchange(
-    op: str,
-    x: Tensor,
-    split_dim: int,
-    split_sizes: Sequence[int],
-    concat_dim: int,
-    concat_sizes: Sequence[int],
-    group: ProcessGroup,
-) -> None:
-    text = (
-        f"split_dim={split_dim}, concat_dim={concat_dim}, split_sizes={list(split_sizes)}, "
-        f"concat_sizes={list(concat_sizes)}"
-    )
-    rest = tuple(n for d, n in enumerate(x.shape) if d not in (split_dim, concat_dim))
-    if split_dim != concat_dim:
-        same = (rest, split_dim, concat_dim, *split_sizes, *concat_sizes)
-        _agree(op, x, group, same, text)
-        return
-    size = group.size()
-    rows = _agree(op, x, group, (rest, split_dim), text, (*split_sizes, *concat_sizes))
-    if rows is None:
-        return
-    for i, j in itertools.product(range(size), repeat=2):
-        if rows[i][j] != rows[j][size + i]:
-            sends, expects = rows[i][j], rows[j][size + i]
-            where = f"rank {i} sends {sends} entries of dimension {split_dim} to rank {j}"
+def _check_pairs(op: str, dim: int, rows: Sequence[Sequence[int]], group: ProcessGroup) -> None:
+    """Raises unless each rank expects what the others send: ``rows`` has both of each rank, none if checked before."""
+    for i, j in itertools.product(range(len(rows)), repeat=2):
+        sends, expects = rows[i][j], rows[j][len(rows) + i]
+        if sends != expects:
+            where = f"rank {i} sends {sends} entries of dimension {dim} to rank {j}"
             raise shared_error(group, f"{op}: {where}, which expects {expects}")
