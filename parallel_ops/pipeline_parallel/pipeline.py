@@ -27,11 +27,11 @@ from parallel_ops.pipeline_parallel.link import MATCHED_BY_RANK, GroupLink, conn
 from parallel_ops.pipeline_parallel.loads import PipelineExpertLoads
 from parallel_ops.pipeline_parallel.messages import Messages, pairs_of
 from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
-from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import Schedule, without_pairs
 from parallel_ops.planner.schedules.forward_only import forward_only
 from parallel_ops.planner.schedules.schedule import actions
+from parallel_ops.tensor_parallel import DeferredWeightGradients
 
 
 class StagedModel(Protocol):
@@ -71,6 +71,19 @@ def schedule_of(plan: Plan) -> Schedule:
     found = actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages)
     # The end of a backward reshards all that FSDP2 has gathered, for the forward beside it, too.
     return found if plan.ep > 1 and plan.zero < 3 else without_pairs(found)
+
+
+def defer_weight_gradients(model: nn.Module) -> DeferredWeightGradients | None:
+    """Makes the linears of a model leave their weight gradients to a queue, and returns it; ``None`` if there are none.
+
+    A linear is any module with an attribute ``deferred``, as ``ColumnParallelLinear`` and ``RowParallelLinear`` have.
+    FSDP2 and ``replicate`` may manage the weights: ``Reduction`` reduces them.
+    """
+    queue, found = DeferredWeightGradients(fsdp=True), False
+    for module in model.modules():
+        if hasattr(module, "deferred"):
+            module.deferred, found = queue, True  # type: ignore[assignment]
+    return queue if found else None
 
 
 class Pipeline:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as runtime
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.pipeline_parallel import Stages, schedule_of
 from parallel_ops.pipeline_parallel.cut import cut
-from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
+from parallel_ops.pipeline_parallel.pipeline import defer_weight_gradients
 from parallel_ops.planner import presets
 from parallel_ops.planner.communication.step_traffic import PipelineTraffic
 from parallel_ops.planner.compute.software import efficiency
