@@ -6,13 +6,11 @@ Source: Jacobs et al., arXiv:2309.14509 (DeepSpeed-Ulysses).
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Exchange, Receive, Send, Transport
 from parallel_ops.context_parallel.schedule.blocks import unpack_keys
 from parallel_ops.context_parallel.schedule.ring import Ring, Rows, joined, ring_backward, ring_forward
@@ -30,21 +28,16 @@ from parallel_ops.ops.attention.options import AttentionOptions
 NAME = "ring_attention"
 
 
-@dataclass(frozen=True)
 class UlyssesGroup:
-    """The ranks that share the heads.
+    """The ranks with which this one exchanges heads for tokens, in the order of the heads."""
 
-    Args:
-        ranks: their numbers in the transport's group, in the order of the heads.
-        at: the index of this rank among them.
-        own: the tokens of each rank. union: the tokens of all of them.
-    """
-
-    transport: Transport
-    ranks: Sequence[int]
-    at: int
-    own: Sequence[tuple[TokenRange, ...]]
-    union: tuple[TokenRange, ...]
+    def __init__(self, placement: "Placement", transport: Transport) -> None:
+        layout, length, size, u = placement.cp_layout, placement.length, transport.size, placement.ulysses_degree
+        self.transport, self.ranks = transport, ulysses_ranks(layout, size, transport.rank, u)
+        self.at = self.ranks.index(transport.rank)
+        # The tokens of each rank, and those of all of them.
+        self.own = [shard_ranges(layout, length, size, rank) for rank in self.ranks]
+        self.union = shard_ranges(layout, length, size, transport.rank, u)
 
     def tokens_to_heads(self, parts: Sequence[Tensor]) -> Tensor:
         """All tokens in this rank's heads.
@@ -144,14 +137,6 @@ class Placement(NamedTuple):
         at, per_node = ranks.index(transport.rank), ranks_on_nodes(ranks, ranks_per_node)
         return Ring(NAME, transport, ranks, at, shards, options, mask, per_node)
 
-    def ulysses(self, transport: Transport) -> UlyssesGroup:
-        """The ranks with which this one exchanges heads for tokens."""
-        size, u = transport.size, self.ulysses_degree
-        ranks = ulysses_ranks(self.cp_layout, size, transport.rank, u)
-        own = [shard_ranges(self.cp_layout, self.length, size, r) for r in ranks]
-        union = shard_ranges(self.cp_layout, self.length, size, transport.rank, u)
-        return UlyssesGroup(transport, ranks, ranks.index(transport.rank), own, union)
-
 
 def attention_forward(
     placement: Placement, transport: Transport, options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, *,
@@ -167,7 +152,7 @@ def attention_forward(
         ring = placement.ring(transport, options, q.shape[2], q.device, ranks_per_node)
         result = ring_forward(ring, with_unit_last_stride(q), k, v, all_gather=placement.all_gather)
         return result.out.to(q.dtype), result.statistics, q.new_empty(0)
-    group, heads = placement.ulysses(transport), q.shape[2] // u
+    group, heads = UlyssesGroup(placement, transport), q.shape[2] // u
     qkv = group.tokens_to_heads(split_heads(u, q, k, v))
     q, k, v = tensors_of(qkv, *((t.shape[2] // u, t.shape[3]) for t in (q, k, v)))
     ring = placement.ring(transport, options, heads, q.device, ranks_per_node)
@@ -195,7 +180,7 @@ def attention_backward(
         )
         dk, dv = (t.to(q.dtype).contiguous() for t in unpack_keys(packed, q.shape[3]))
         return dq.to(q.dtype), dk, dv, dsink
-    group = placement.ulysses(transport)
+    group = UlyssesGroup(placement, transport)
     grad = group.tokens_to_heads(split_heads(u, grad)).unflatten(2, (heads, grad.shape[3]))
     rows = group.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0))).unflatten(2, (heads, 3))
     rows = rows.permute(3, 1, 2, 0).contiguous()
