@@ -28,9 +28,6 @@ from parallel_ops.ops import flash_attention, scaled_causal_softmax, scaled_mask
 # On a GPU it takes torch's kernels where torch itself would. With dropout it draws by global index.
 flash = flash_attention
 
-# With a sliding window, a block of queries reads at most ``window`` keys more than it has queries.
-_LEAST_BLOCK = 256
-
 
 class CoreAttention(Protocol):
     """The signature that layers call; shapes and meaning are at the top of this file."""
@@ -48,51 +45,6 @@ class CoreAttention(Protocol):
     ) -> Tensor: ...
 
 
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Torch's ``scaled_dot_product_attention``, which does not keep all scores in memory.
-
-    Args:
-        softmax_scale: ``None`` for ``1 / sqrt(d)``.
-        window_size: ``(left, 0)`` as in ``flash_attention``; causal only. Queries are processed in blocks with the keys
-            in their windows, so neither scores nor a mask of ``s x s`` are made.
-        dropout_p: on the probabilities, drawn by torch: the mask depends on how heads are sharded.
-
-    Raises:
-        ValueError: a window without ``causal``.
-    """
-    window = _causal_window("sdpa", causal, window_size)
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    s = q.shape[2]
-    if window is None or window >= s:
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=softmax_scale, dropout_p=dropout_p, enable_gqa=grouped
-        )
-        return out.permute(2, 0, 1, 3)
-    block = max(window, _LEAST_BLOCK)
-    parts = []
-    for start in range(0, s, block):
-        stop, first = min(start + block, s), max(0, start - window + 1)
-        distance = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(first, stop, device=q.device)
-        parts.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop],
-                attn_mask=(distance >= 0) & (distance < window),
-                scale=softmax_scale, dropout_p=dropout_p, enable_gqa=grouped,
-            )
-        )  # fmt: skip
-    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
-
-
 def unfused(
     q: Tensor,
     k: Tensor,
@@ -107,6 +59,7 @@ def unfused(
     """Attention with all scores in memory, ``[b, kv_heads, g, s, t]``, for arbitrary masks; keys are not repeated.
 
     Args:
+        softmax_scale: ``None`` for ``1 / sqrt(d)``. window_size: ``(left, 0)`` as in ``flash_attention``; causal only.
         mask: bool (True masks the key out) or added to the scores, broadcastable to them; not with ``causal``.
 
     Raises:
@@ -114,6 +67,8 @@ def unfused(
     """
     if causal and mask is not None:
         raise ValueError("unfused: mask must be None for causal attention; set causal=False")
+    if not causal and window_size is not None and max(window_size) >= 0:
+        raise ValueError("unfused: window_size needs causal=True")
     (s, b, heads, d), (t, _, kv, _) = q.shape, k.shape
     g = heads // kv
     # The queries that share a key are adjacent: one matmul for each key, [b kv, g s, d] x [b kv, d, t].
@@ -121,23 +76,14 @@ def unfused(
     k, v = (x.reshape(t, b * kv, d).transpose(0, 1) for x in (k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).view(b, kv, g, s, t)
     scale = 1 / math.sqrt(d) if softmax_scale is None else softmax_scale
-    window = _causal_window("unfused", causal, window_size)
     if causal:
+        window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
         weights = scaled_causal_softmax(scores, scale, window=window)
     else:
         weights = scaled_masked_softmax(scores, mask, scale)
     weights = F.dropout(weights, dropout_p) if dropout_p else weights
     context = torch.bmm(weights.view(b * kv, g * s, t).to(v.dtype), v)
     return context.view(b, kv, g, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
-
-
-def _causal_window(op: str, causal: bool, window_size: tuple[int, int] | None) -> int | None:
-    """Tokens in a causal window, the query's own included."""
-    if window_size is None or max(window_size) < 0:
-        return None
-    if not causal:
-        raise ValueError(f"{op}: window_size needs causal=True")
-    return None if window_size[0] < 0 else window_size[0] + 1
 
 
 class AttentionHeads(ShardedModule):
