@@ -12,7 +12,8 @@ gradient. So they work in any stage of a pipeline, with recomputation, and do no
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +22,19 @@ from parallel_ops._internal.distributed.compat import in_backward
 from parallel_ops.ops import Routing
 
 
-class GlobalExpertLoad(Protocol):
-    """Loads of layers in other stages, as ``pipeline_parallel.loads.StageExpertLoad``.
+@dataclass(frozen=True)
+class StageExpertLoad:
+    """The loads of the layers in other stages of a pipeline, for one stage and one micro-batch.
 
     Attributes:
         layers: Those that have experts, in all stages.
-        add: Takes the load of a layer in the forward. mean: Returns the mean over all layers in the backward.
+        add: Takes the load of a layer, int ``[experts]``, in the forward.
+        mean: Returns the mean load over all layers with experts, fp32, in the backward.
     """
 
-    @property
-    def layers(self) -> int: ...
-    @property
-    def add(self) -> Callable[[Tensor], None]: ...
-    @property
-    def mean(self) -> Callable[[], Tensor]: ...
+    layers: int
+    add: Callable[[Tensor], None]
+    mean: Callable[[], Tensor]
 
 
 class AuxiliaryLosses:
@@ -51,7 +51,7 @@ class AuxiliaryLosses:
 
     def __init__(
         self, aux: float, z: float = 0.0, *, over_model: bool = False, scale: Tensor | float | None = None,
-        ranks: int = 1, elsewhere: GlobalExpertLoad | None = None,
+        ranks: int = 1, elsewhere: StageExpertLoad | None = None,
     ) -> None:  # fmt: skip
         self.elsewhere = elsewhere
         self.aux, self.z, self.over_model, self.scale, self.ranks = aux, z, over_model, scale, ranks

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from parallel_ops.comm import reduce_from_group
-from parallel_ops.expert_parallel import AuxiliaryLosses
+from parallel_ops.expert_parallel import AuxiliaryLosses, StageExpertLoad
 from parallel_ops.models.structure import TransformerStructure
-from parallel_ops.pipeline_parallel.loads import StageExpertLoad
 
 
 def auxiliary_losses(

@@ -30,6 +30,7 @@ from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.batch_layout import Heads
 from parallel_ops.context_parallel.calls import AlgorithmName
 from parallel_ops.context_parallel.layouts import LayoutChoice
+from parallel_ops.expert_parallel import StageExpertLoad
 from parallel_ops.layers import VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
@@ -43,7 +44,6 @@ from parallel_ops.models.rotary_scaling import rotary_angles, rotary_length
 from parallel_ops.models.structure import TransformerStructure
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.loads import StageExpertLoad
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear.call import Overlap
 

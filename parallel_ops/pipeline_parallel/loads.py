@@ -6,11 +6,10 @@ pipeline sends anyway: with the activations the sum over the stages so far, with
 waits for more than it did.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from parallel_ops.expert_parallel import StageExpertLoad
 from parallel_ops.pipeline_parallel.receives import Key
 
 
@@ -33,7 +32,7 @@ class PipelineExpertLoads:
         self._own: dict[tuple[int, int], Tensor] = {}
         self._total: dict[int, Tensor] = {}
 
-    def place(self, stage: int, micro_batch: int) -> "StageExpertLoad":
+    def place(self, stage: int, micro_batch: int) -> StageExpertLoad:
         """What the forward and the backward of a stage see of them."""
         return StageExpertLoad(
             self.layers,
@@ -63,16 +62,3 @@ class PipelineExpertLoads:
         if micro_batch not in self._total:
             self._total[micro_batch] = self._through(self._last, micro_batch)
         return self._total[micro_batch]
-
-
-class StageExpertLoad:
-    """A stage and a micro-batch.
-
-    Attributes:
-        layers: Those that have experts, in all stages.
-        add: Takes the load of a layer, int ``[experts]``, in the forward.
-        mean: Returns the mean load over all layers with experts, fp32, in the backward.
-    """
-
-    def __init__(self, layers: int, add: Callable[[Tensor], None], mean: Callable[[], Tensor]) -> None:
-        self.layers, self.add, self.mean = layers, add, mean
