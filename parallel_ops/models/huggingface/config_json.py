@@ -12,11 +12,10 @@ from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.families import DEEPSEEK_PLAIN, FAMILIES
-from parallel_ops.models.huggingface.family import Family
+from parallel_ops.models.huggingface.family import REQUIRED, Family
 from parallel_ops.models.huggingface.rotary import Options, listed
 from parallel_ops.models.rotary_scaling import DynamicScaling
 
-_REQUIRED = object()
 # A configuration makes lists of this length before the tensors of the layers are counted.
 _MOST_LAYERS = 100_000
 
@@ -86,15 +85,16 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
     family, rest = family_of(options), dict(options)
     scale_block(options)
     rest.pop("quantization_config", None)
-    for key in family.names.values():
-        if rest.setdefault(key, family.defaults.get(key, _REQUIRED)) is _REQUIRED:
-            raise ValueError(f"lacks {key}")
+    for name, default, *_ in family.keys.values():
+        if rest.setdefault(name, default) is REQUIRED:
+            raise ValueError(f"lacks {name}")
     for key, value in family.fixed.items():
         got = rest.pop(key, value)
         if got != value and not (got is None and value is False):
             raise ValueError(f"has {key} {got!r}; supported is {value!r}")
-    if isinstance(layers := rest[family.names["num_layers"]], int) and layers > _MOST_LAYERS:
-        raise ValueError(f"has {family.names['num_layers']} {layers}; supported are at most {_MOST_LAYERS}")
+    name = family.keys["num_layers"].name
+    if isinstance(layers := rest[name], int) and layers > _MOST_LAYERS:
+        raise ValueError(f"has {name} {layers}; supported are at most {_MOST_LAYERS}")
     try:
         config = family.read(rest)
     except TypeError as error:

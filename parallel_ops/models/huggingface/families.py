@@ -8,32 +8,29 @@ from parallel_ops.models.huggingface.family import Family, Key, Part, TensorMapp
 from parallel_ops.models.huggingface.rules import DEEPSEEK, GPT2, GPT_OSS, QWEN_WINDOWS, ROTARY, first_layers, window
 from parallel_ops.models.latent import LatentAttentionConfig
 
-_LLAMA_NAMES = {
-    "vocab_size": "vocab_size",
-    "seq_length": "max_position_embeddings",
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_hidden_size": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "attention_dropout": "attention_dropout",
-    "tied_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-_LLAMA_DEFAULTS = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
+_LLAMA_KEYS = {
+    "vocab_size": Key("vocab_size"),
+    "seq_length": Key("max_position_embeddings"),
+    "num_layers": Key("num_hidden_layers"),
+    "hidden_size": Key("hidden_size"),
+    "num_heads": Key("num_attention_heads"),
+    "num_kv_heads": Key("num_key_value_heads", None),
+    "head_dim": Key("head_dim", None),
+    "ffn_hidden_size": Key("intermediate_size"),
+    "norm_eps": Key("rms_norm_eps", 1e-6),
+    "attention_dropout": Key("attention_dropout", 0.0),
+    "tied_embeddings": Key("tie_word_embeddings", False),
+    "init_std": Key("initializer_range", 0.02),
 }
 _LLAMA_ALWAYS = {
     "activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False, "qkv_bias": False,
 }  # fmt: skip
 _GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _keys(**defaults: Any) -> dict[str, Key]:
+    """Llama's keys, of which these fields have another default."""
+    return _LLAMA_KEYS | {ours: _LLAMA_KEYS[ours]._replace(default=value) for ours, value in defaults.items()}
 
 
 def _without(names: dict[str, Any], *left_out: str) -> dict[str, Any]:
@@ -61,8 +58,7 @@ _LLAMA_TENSORS = {
 }
 LLAMA = Family(
     architecture="LlamaForCausalLM",
-    names=_LLAMA_NAMES,
-    defaults=_LLAMA_DEFAULTS,
+    keys=_LLAMA_KEYS,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     always=_LLAMA_ALWAYS,
     rules=(ROTARY,),
@@ -134,24 +130,17 @@ def _experts(always: dict[str, Any] | None = None, **keys: Key) -> dict[str, Par
 FAMILIES = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
-        names={
-            "vocab_size": "vocab_size",
-            "seq_length": "n_positions",
-            "num_layers": "n_layer",
-            "hidden_size": "n_embd",
-            "num_heads": "n_head",
-            "ffn_hidden_size": "n_inner",
-            "norm_eps": "layer_norm_epsilon",
-            "attention_dropout": "attn_pdrop",
-            "tied_embeddings": "tie_word_embeddings",
-            "init_std": "initializer_range",
-        },
-        defaults={
-            "n_inner": None,
-            "layer_norm_epsilon": 1e-5,
-            "attn_pdrop": 0.1,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.02,
+        keys={
+            "vocab_size": Key("vocab_size"),
+            "seq_length": Key("n_positions"),
+            "num_layers": Key("n_layer"),
+            "hidden_size": Key("n_embd"),
+            "num_heads": Key("n_head"),
+            "ffn_hidden_size": Key("n_inner", None),
+            "norm_eps": Key("layer_norm_epsilon", 1e-5),
+            "attention_dropout": Key("attn_pdrop", 0.1),
+            "tied_embeddings": Key("tie_word_embeddings", True),
+            "init_std": Key("initializer_range", 0.02),
         },
         fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         always={},  # the defaults of TransformerConfig
@@ -164,14 +153,14 @@ FAMILIES = {
     "mistral": replace(
         LLAMA,
         architecture="MistralForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8},
+        keys=_keys(num_kv_heads=8),
         fixed={"hidden_act": "silu"},
         rules=(ROTARY, window(4096)),
     ),
     "qwen2": replace(
         LLAMA,
         architecture="Qwen2ForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32},
+        keys=_keys(num_kv_heads=32),
         fixed={"hidden_act": "silu"},
         always=_LLAMA_ALWAYS | {"qkv_bias": True},
         rules=(ROTARY, QWEN_WINDOWS),
@@ -179,7 +168,7 @@ FAMILIES = {
     "qwen3": replace(
         LLAMA,
         architecture="Qwen3ForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+        keys=_keys(num_kv_heads=32, head_dim=128),
         fixed={"hidden_act": "silu", "attention_bias": False},
         always=_LLAMA_ALWAYS | {"qk_norm": True},
         rules=(ROTARY, QWEN_WINDOWS),
@@ -187,7 +176,7 @@ FAMILIES = {
     "mixtral": replace(
         LLAMA,
         architecture="MixtralForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        keys=_keys(num_kv_heads=8, norm_eps=1e-5),
         fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
         rules=(ROTARY, window(None)),
         parts=_experts(num_experts=Key("num_local_experts", 8), top_k=Key("num_experts_per_tok", 2)),
@@ -197,7 +186,7 @@ FAMILIES = {
     "qwen3_moe": replace(
         LLAMA,
         architecture="Qwen3MoeForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4},
+        keys=_keys(num_kv_heads=4),
         fixed={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "use_sliding_window": False},
         always=_LLAMA_ALWAYS | {"qk_norm": True},
         parts=_experts(
@@ -214,7 +203,7 @@ FAMILIES = {
     "deepseek_v3": replace(
         LLAMA,
         architecture="DeepseekV3ForCausalLM",
-        names=_without(_LLAMA_NAMES, "head_dim", "num_kv_heads"),
+        keys=_without(_LLAMA_KEYS, "head_dim", "num_kv_heads"),
         fixed={
             "hidden_act": "silu", "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
@@ -248,8 +237,7 @@ FAMILIES = {
     "olmoe": replace(
         LLAMA,
         architecture="OlmoeForCausalLM",
-        names=_without(_LLAMA_NAMES, "head_dim"),
-        defaults=_LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        keys=_without(_keys(norm_eps=1e-5), "head_dim"),
         fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
         always=_LLAMA_ALWAYS | {"qk_norm": True, "qk_norm_over": "all_heads"},
         parts=_experts(
@@ -263,9 +251,7 @@ FAMILIES = {
     "gpt_oss": replace(
         LLAMA,
         architecture="GptOssForCausalLM",
-        names=_LLAMA_NAMES | {"attention_bias": "attention_bias"},
-        defaults=_LLAMA_DEFAULTS
-        | {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
+        keys=_keys(num_kv_heads=8, head_dim=64, norm_eps=1e-5) | {"attention_bias": Key("attention_bias", True)},
         fixed={"hidden_act": "silu"},
         always=_without(_LLAMA_ALWAYS, "qkv_bias") | {"attention_sinks": True},
         rules=(GPT_OSS,),

@@ -72,15 +72,18 @@ class TensorSlice(NamedTuple):
         return shape[::-1] if self.stored.transposed else shape
 
 
+REQUIRED = object()
+
+
 class Key(NamedTuple):
-    """A key of config.json, and its value where that is missing.
+    """A key of config.json, and its value where that is missing, unless it must be there.
 
     Attributes:
         read, write: conversion of values, where they differ.
     """
 
     name: str
-    default: Any
+    default: Any = REQUIRED
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
 
@@ -119,8 +122,7 @@ class Family:
 
     Attributes:
         architecture: class of the causal language model in transformers.
-        names: the key of config.json for each field of ``TransformerConfig``.
-        defaults: values of keys that config.json may lack; other keys are required.
+        keys: the key of config.json for each field of ``TransformerConfig``.
         fixed: keys with a single supported value, which is also their default.
         always: fields of ``TransformerConfig`` that config.json does not contain.
         parts: fields that are configurations of their own, ``experts`` and ``latent``; models of the family have all.
@@ -133,8 +135,7 @@ class Family:
     """
 
     architecture: str
-    names: Mapping[str, str]
-    defaults: Mapping[str, Any]
+    keys: Mapping[str, Key]
     fixed: Mapping[str, Any]
     always: Mapping[str, Any]
     rules: Sequence[Rule]
@@ -153,10 +154,10 @@ class Family:
                 raise ValueError(f"has {key} {options[key]} and {other} {value}, which must be equal")
         given = {name: value for rule in self.rules for name, value in rule.read(options).items()}
         given |= {name: part.read(options) for name, part in self.parts.items()}
-        given |= {ours: options[theirs] for ours, theirs in self.names.items()}
-        used = [key.name for part in self.parts.values() for key in part.keys.values()]
-        for key in (*self.names.values(), *used, *self.ignored):
-            options.pop(key, None)
+        given |= {ours: options[key.name] for ours, key in self.keys.items()}
+        used = [*self.keys.values(), *(key for part in self.parts.values() for key in part.keys.values())]
+        for name in (*(key.name for key in used), *self.ignored):
+            options.pop(name, None)
         return TransformerConfig(**self.always, **given)
 
     def write(self, config: TransformerConfig, resolved: TransformerConfig) -> Options:
@@ -166,7 +167,7 @@ class Family:
             if (own := getattr(config, name)) is None:
                 raise ValueError(f"has no {name}")
             options |= part.write(own)
-        options |= {theirs: getattr(resolved, ours) for ours, theirs in self.names.items()}
+        options |= {key.name: getattr(resolved, ours) for ours, key in self.keys.items()}
         for rule in self.rules:
             options |= rule.write(config)
         return options
