@@ -18,7 +18,7 @@ from parallel_ops._internal.gradients.weight_gradients import DeferredWeightGrad
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.expert_parallel import Dispatch
 from parallel_ops.layers.initialization import InitFn, init_sharded_, uniform
-from parallel_ops.layers.lora import LoraAdapter, adapted_experts, expert_adapters
+from parallel_ops.layers.lora import LoraAdapter, expert_adapters
 from parallel_ops.layers.parameters import ShardedModule, empty_parameter, ensure_divisible, to_local
 from parallel_ops.ops import bias_swiglu, float8_grouped_linear, grouped_linear
 from parallel_ops.ops.float8_recipes import RECIPES, Precision
@@ -158,19 +158,18 @@ class Experts(ShardedModule):
         if self.precision != "bf16":
             linear = functools.partial(float8_grouped_linear, recipe=self.precision, emulated=self.emulated)
         both = linear(rows, gate_up, offs, bias=gate_up_bias, **self._targets(self.gate_up))
-        both = self._adapted("gate_up", both, rows, offs, (a_up, b_up))
+        both = self._adapted("gate_up", both, rows, offs, a_up, b_up)
         x = bias_swiglu(both, weights=weights, **self._swiglu)
         y = linear(x, down, offs, bias=down_bias, **self._targets(self.down))
-        return self._adapted("down", y, x, offs, (a_down, b_down))
+        return self._adapted("down", y, x, offs, a_down, b_down)
 
-    def _adapted(
-        self, name: str, y: Tensor, rows: Tensor, offs: Tensor, adapter: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
-        if name not in self.lora:
+    def _adapted(self, name: str, y: Tensor, rows: Tensor, offs: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+        """``y`` with the term that the adapter ``a``, ``b`` of a linear adds."""
+        if a is None or b is None:
             return y
         own = self.lora[name]
         assert isinstance(own, LoraAdapter)
-        return adapted_experts(y, rows, offs, adapter, own.scaling)
+        return y + (grouped_linear(grouped_linear(rows, a, offs), b, offs) * own.scaling).to(y.dtype)
 
     @property
     def local_sizes(self) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from parallel_ops._internal.distributed.groups import check_sizes, group_rank
 from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
 from parallel_ops.layers.initialization import fill_, init_sharded_, uniform
 from parallel_ops.layers.parameters import ShardedModule, empty_parameter, to_local
-from parallel_ops.ops import bias_dropout_add, grouped_linear
+from parallel_ops.ops import bias_dropout_add
 
 
 class LoraAdapter(ShardedModule):
@@ -123,16 +123,6 @@ def expert_adapters(adapters: nn.ModuleDict, names: Sequence[str], *, copies: bo
         assert isinstance(own, LoraAdapter)
         found += [*to_local(own, own.a, partial=(copies,)), *to_local(own, own.b, partial=(copies,))]
     return found
-
-
-def adapted_experts(
-    y: Tensor, rows: Tensor, ends: Tensor, adapter: tuple[Tensor | None, Tensor | None], scaling: float
-) -> Tensor:
-    """``y`` with the term that the adapter of a linear of experts adds; ``rows`` are sorted by expert."""
-    a, b = adapter
-    if a is None or b is None:
-        return y
-    return y + (grouped_linear(grouped_linear(rows, a, ends), b, ends) * scaling).to(y.dtype)
 
 
 def _rows_before(x: Tensor, adapter: LoraAdapter, sequence_parallel: bool, sizes: Sequence[int] | None) -> int:

@@ -29,11 +29,6 @@ from parallel_ops.models.lora_config import Lora
 from parallel_ops.models.transformer import Transformer
 
 
-def linears_of(model: nn.Module) -> dict[str, ParallelLinear]:
-    """The parallel linears of a model by plain name."""
-    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
-
-
 def adaptable(model: Transformer) -> dict[str, nn.Module]:
     """The modules of the linears that can have adapters, by the linears' plain names.
 

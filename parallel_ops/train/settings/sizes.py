@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from parallel_ops.layers import RowParallelLinear
+from parallel_ops.layers.linear_base import ParallelLinear
 from parallel_ops.models import Transformer, TransformerConfig
-from parallel_ops.models.lora import linears_of
 from parallel_ops.planner.plan import Plan
 
 # The key that is wrong, and the reason.
@@ -29,7 +29,9 @@ def float8_problems(config: TransformerConfig, tp: int, multiples: dict[str, int
                 )
     if not (multiple := multiples.get("linears")):
         return
-    for name, linear in linears_of(Transformer(config, device="meta")).items():
+    for name, linear in Transformer(config, device="meta").named_modules():
+        if not isinstance(linear, ParallelLinear):
+            continue
         if not at_the_ends <= int(name.split(".")[1]) < config.all_layers - at_the_ends:
             continue
         rows, columns = linear.out_features, linear.in_features
