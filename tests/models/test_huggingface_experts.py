@@ -1,7 +1,6 @@
 """Hugging Face folders of models with experts: published forms of their weights, losses and gradients."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -12,7 +11,16 @@ from parallel_ops.models import Transformer, YarnScaling, config_from_pretrained
 from parallel_ops.models.huggingface import tensor_files
 from parallel_ops.planner import Plan
 from support.integrations.huggingface import LENGTH, VOCAB
-from support.integrations.huggingface_folders import GPT_OSS, SIZES, YARN, logits_of, opened
+from support.integrations.huggingface_folders import (
+    GPT_OSS,
+    SIZES,
+    YARN,
+    assert_same_gradients,
+    change_config,
+    change_tensors,
+    logits_of,
+    opened,
+)
 from support.parallelism import expert_parallel
 from support.parallelism import transformer as on_rank
 from support.ranks.distributed import ranks
@@ -75,7 +83,9 @@ def test_quantized_gpt_oss_is_read_after_what_its_error_says(tokens, tmp_path):
     torch.testing.assert_close(Transformer.from_pretrained(other).float().eval()(tokens), want, rtol=1e-4, atol=1e-4)
 
 
-OF_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+WITH_AUX_LOSS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+OF_EXPERTS = (*WITH_AUX_LOSS[:3], "deepseek_v3", "gpt_oss")
+OTHERS = ("gpt2", "qwen2", "qwen3")
 # With the auxiliary loss of the whole batch where all ranks share it. Each family takes one plan of either kind.
 SHARING = ("dp=1,tp=2,sequence_parallel=true", "dp=1,cp=2,ep=2,zero=1")
 APART = ("dp=4,ep=4,zero=3", "dp=2,tp=2,ep=2,zero=2")
@@ -83,16 +93,18 @@ APART = ("dp=4,ep=4,zero=3", "dp=2,tp=2,ep=2,zero=2")
 
 @pytest.mark.parametrize(
     ("name", "plan", "aux"),
-    [(name, plans[n % 2], plans is SHARING) for n, name in enumerate(OF_EXPERTS) for plans in (SHARING, APART)],
+    [(name, plans[n % 2], plans is SHARING) for n, name in enumerate(OF_EXPERTS) for plans in (SHARING, APART)]
+    + [(name, "dp=1,tp=4,sequence_parallel=true", False) for name in OTHERS],
 )
-def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, aux, folders, tmp_path):
-    folder = tmp_path / "m"
-    shutil.copytree(folders / name, folder)
-    factor = 0.3 if aux and name != "deepseek_v3" else 0.0
-    options = json.loads((folder / tensor_files.CONFIG).read_text())
-    options |= {"router_aux_loss_coef": factor} if name != "deepseek_v3" else {}
-    (folder / tensor_files.CONFIG).write_text(json.dumps(options))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, output_router_logits=True).train()
+def test_losses_and_gradients_are_those_of_transformers(name, plan, aux, folders, tmp_path):
+    """Under Hugging Face's names: our gradients are saved as weights are."""
+    factor = 0.3 if aux and name in WITH_AUX_LOSS else 0.0
+    changes = {"router_aux_loss_coef": factor} if name in WITH_AUX_LOSS else {}
+    if name == "gpt2":
+        changes = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    folder = change_config(folders / name, tmp_path / "m", **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    model.config.output_router_logits = name in OF_EXPERTS
     model.router_aux_loss_coef = factor
     tokens, targets = torch.randint(VOCAB, (2, LENGTH, 4), generator=torch.Generator().manual_seed(2))
     result = model(tokens.t(), labels=torch.zeros_like(tokens.t()))
@@ -108,23 +120,14 @@ def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, a
         expert_parallel.folder_gradients, str(folder), text, tokens, targets, str(tmp_path / "g")
     )
     torch.testing.assert_close(torch.stack(found).mean(), loss.detach(), rtol=1e-5, atol=0)
-    grads, want = tensors_in(tmp_path / "g"), tensors_in(tmp_path / "want")
-    assert grads.keys() == want.keys()
-    for key, t in want.items():
-        torch.testing.assert_close(grads[key], t, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+    assert_same_gradients(tmp_path / "g", tensors_in(tmp_path / "want"))
 
 
 def test_weights_in_8_bits_are_multiplied_with_their_scales(folders, tokens, tmp_path):
     """As DeepSeek-V3's files have them: matrices of the layers in blocks, of which the last are cut off."""
-    plain, scaled = tmp_path / "plain", tmp_path / "scaled"
-    for folder in (plain, scaled):
-        shutil.copytree(folders / "deepseek_v3", folder)
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
-        (folder / tensor_files.INDEX).unlink(missing_ok=True)
+    source = folders / "deepseek_v3"
     stored, undone = {}, {}
-    for key, t in tensors_in(folders / "deepseek_v3").items():
-        stored[key] = undone[key] = t
+    for key, t in tensors_in(source).items():
         if t.dim() == 2 and "_proj" in key:
             rows, columns = -(-t.shape[0] // 7), -(-t.shape[1] // 5)
             scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(t.numel())) + 0.5
@@ -132,17 +135,14 @@ def test_weights_in_8_bits_are_multiplied_with_their_scales(folders, tokens, tmp
             stored[key] = (t / each).to(torch.float8_e4m3fn)
             stored[f"{key}{tensor_files.SCALE}"] = scales
             undone[key] = stored[key].float() * each
-    save_file(stored, scaled / tensor_files.SINGLE)
-    save_file(undone, plain / tensor_files.SINGLE)
-    options = json.loads((scaled / tensor_files.CONFIG).read_text())
-    options["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [7, 5], "fmt": "e4m3"}
-    (scaled / tensor_files.CONFIG).write_text(json.dumps(options))
+    blocks = {"quant_method": "fp8", "weight_block_size": [7, 5], "fmt": "e4m3"}
+    plain = change_tensors(change_config(source, tmp_path / "plain"), undone)
+    scaled = change_tensors(change_config(source, tmp_path / "scaled", quantization_config=blocks), stored)
     want = Transformer.from_pretrained(plain).eval()(tokens)
     results = ranks(4).run(on_rank.loaded, str(scaled), tokens, str(tmp_path / "again"))
     for logits in [Transformer.from_pretrained(scaled).eval()(tokens), *results[0]["logits"]]:
         torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
     assert "quantization_config" not in json.loads((tmp_path / "again" / tensor_files.CONFIG).read_text())
-    options["quantization_config"] = {"quant_method": "gptq"}
-    (scaled / tensor_files.CONFIG).write_text(json.dumps(options))
+    other = change_config(source, tmp_path / "other", quantization_config={"quant_method": "gptq"})
     with pytest.raises(ValueError, match=r"has quantization_config .*; supported is fp8 with a weight_block_size"):
-        Transformer.from_pretrained(scaled)
+        Transformer.from_pretrained(other)

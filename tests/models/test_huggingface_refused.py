@@ -1,7 +1,6 @@
 """Hugging Face folders that do not fit are refused by name, on every rank."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -200,12 +199,7 @@ def test_without_safetensors_it_says_what_to_install(folders, monkeypatch):
 
 
 def test_layers_that_the_configuration_does_not_have_are_refused(folders, tmp_path):
-    folder = tmp_path / "m"
-    shutil.copytree(folders / "deepseek_v3-plain", folder)
-    extra = {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    (folder / tensor_files.INDEX).unlink(missing_ok=True)
-    save_file(tensors_in(folders / "deepseek_v3-plain") | extra, folder / tensor_files.SINGLE)
+    folder = change_config(folders / "deepseek_v3-plain", tmp_path / "m")
+    change_tensors(folder, {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)})
     with pytest.raises(ValueError, match=r"has model\.layers\.3\.eh_proj\.weight, .* 0 that predict further tokens"):
         Transformer.from_pretrained(folder)

@@ -124,6 +124,14 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
+def assert_same_gradients(folder, want):
+    """Gradients that were saved as weights are."""
+    grads = tensors_in(folder)
+    assert grads.keys() == want.keys()
+    for key, t in want.items():
+        torch.testing.assert_close(grads[key], t, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
 def change_config(source, target, **changes):
     """A copy of a folder, in one file, with other options; ``...`` takes one out."""
     options = json.loads((source / "config.json").read_text()) | changes

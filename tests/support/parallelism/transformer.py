@@ -149,18 +149,6 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
     return {"logits": logits, "read": read, "held": held}
 
 
-def loaded_gradients(rank: int, folder: str, tokens: Tensor, targets: Tensor, save: str) -> Tensor:
-    """Saves the gradients as if they were the weights, so that they get Hugging Face's names."""
-    model = Transformer.from_pretrained(folder, tp_mesh=mesh(), sequence_parallel=True).eval()
-    loss = model(tokens, targets)
-    loss.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.grad)
-    model.save_pretrained(save)
-    return loss.detach()
-
-
 def refused(rank: int, folders: list[str], good: str) -> list[tuple[str, str, bool]]:
     """For each folder the error of loading it, and whether the model that should take it is as it was."""
     model = Transformer.from_pretrained(good, tp_mesh=mesh())
