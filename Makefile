@@ -79,7 +79,7 @@ test-kernels: venv
 	$(TEST_ENV) $(PYTEST) --kernels all -m "executed or aot"
 
 # What depends on Triton itself: launches, and every kernel compiled and executed once.
-OLDEST := test_launch or read_the_clock or (test_rms_norm and 34000) or \
+OLDEST := test_launch or read_the_clock or (test_norms and rms_norm and 34000) or \
 	(test_scaled_masked_softmax and too_long) or \
 	(test_options and striped) or (test_compiled_code and (bfloat16-4096-sm_90 or bfloat16-32000-90 or \
 	bfloat16-128-128-90 or bfloat16-64-sm_90-causal))
