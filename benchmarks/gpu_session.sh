@@ -174,7 +174,7 @@ for name in $steps; do
     sanitizer)  # accesses out of bounds; races in shared memory
       step sanitizer bash -c '
         check="compute-sanitizer --error-exitcode 9 --tool" test="-m pytest -q -x -p no:cacheprovider -n 0"
-        $check memcheck "$python" $test -k "cuda and large_tensor" tests/ops/activations/test_bias_gelu.py
+        $check memcheck "$python" $test -k "cuda and large_tensor and bias_gelu" tests/ops/test_promises.py
         bounds=$?
         $check racecheck "$python" $test -k "cuda and merge" tests/ops/attention/test_block.py && exit $bounds'
       ;;

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from parallel_ops import bias_dropout_add
 from parallel_ops.ops import bias_dropout_add_reference
 from support.numerics import suite
-from support.numerics.suite import DEVICES, DTYPES, randn, refused
+from support.numerics.suite import DEVICES, DTYPES, randn, refused, refuses
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.bias_dropout_add.default
@@ -40,14 +40,6 @@ def test_numerics_of_any_shape(device, shape, dtype, p, with_bias, with_residual
     op, reference = both(p, dropout_seed=seed, index_offset=index_offset)
     args = [x, bias if with_bias else None, residual if with_residual else None]
     suite.check_numerics(op, reference, args, grad, slack_ulps=2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_numerics_of_a_large_tensor(device, dtype):
-    grad = randn(2048, 384, dtype=dtype, device=device, seed=3).detach()
-    args = inputs(2048, 384, dtype=dtype, device=device, scale=2)
-    for p in (0.0, 0.1):
-        suite.check_numerics(*both(p, dropout_seed=5, index_offset=3), args, grad)
 
 
 @pytest.mark.parametrize("index_offset", [1, 2, 3, 4, 2**34 - 2, 2**34 + 1])
@@ -162,12 +154,12 @@ def test_in_place(device, dtype, compiled):
 def test_what_cannot_be_written_in_place(device):
     x, bias, residual = inputs(4, 8, device=device)
     call = functools.partial(bias_dropout_add, dropout_p=0.0, inplace=True)
-    with pytest.raises(ValueError, match="inplace is for evaluation, but x, bias or residual requires a gradient"):
-        call(x, bias, residual)
+    wrong = functools.partial(refuses, call)
+    wrong(ValueError, "inplace is for evaluation, but x, bias or residual requires a gradient", x, bias, residual)
     with torch.no_grad():
         call(x, bias, residual)
-        refused(ValueError, r"inplace needs a contiguous x of torch.float32", call, x.bfloat16(), bias, residual)
-        refused(ValueError, r"inplace needs a contiguous x", call, x[:, ::2], bias[::2], residual[:, ::2])
+        wrong(ValueError, "inplace needs a contiguous x of torch.float32", x.bfloat16(), bias, residual)
+        wrong(ValueError, "inplace needs a contiguous x", x[:, ::2], bias[::2], residual[:, ::2])
 
 
 def test_dropping_everything_gives_the_residual_whatever_x_holds(device):
@@ -193,13 +185,9 @@ def test_saves_only_the_seed(device):
     assert [(t.dtype, t.numel()) for t in saved] == [(torch.int64, 1)]
 
 
-def test_custom_op_contract(device):
+def test_custom_op_contract_of_16_bits_and_in_place(device):
     x, bias, residual = inputs(3, 2, 5, device=device)
     seed, positions = torch.tensor([3], device=device), torch.tensor([4, 0, 2], device=device)
-    apart = residual.detach().transpose(0, 1).contiguous().transpose(0, 1)
-    for args in ([x, bias, residual], [x, None, residual], [x, None, None], [x.detach(), bias, apart]):
-        suite.check_op(raw_op, [*args, torch.float32, 0.3, seed, 7, positions])
-        suite.check_op(raw_op, [*args, torch.float32, 0.0, None, 0, None])
     suite.check_op(raw_op, [x.bfloat16().detach().requires_grad_(), bias, residual, torch.float32, 0.3, seed, 7, None])
     inplace = torch.ops.parallel_ops.bias_dropout_add_.default
     suite.check_op(inplace, [x.detach().clone(), bias.detach(), residual.detach(), 0.3, seed, 7, positions])
@@ -248,15 +236,16 @@ def test_extreme_shapes(device, shape):
 def test_bad_arguments_are_named(device):
     x, bias, r = torch.randn(4, 8, device=device), torch.randn(8, device=device), torch.randn(4, 8, device=device)
     call, given = bias_dropout_add, functools.partial(bias_dropout_add, x, bias, r, 0.1)
-    refused(TypeError, r"bias_dropout_add: x must be a tensor, got list", call, [1.0], bias, r, 0.1)
-    refused(TypeError, r"bias_dropout_add: residual must be a tensor, got float", call, x, bias, 1.0, 0.1)
-    refused(ValueError, r"residual must have the shape of x, \[4, 8\], got \[1, 8\]", call, x, bias, r[:1], 0.1)
-    refused(ValueError, r"bias_dropout_add: residual is on meta", call, x, bias, r.to("meta"), 0.1)
-    refused(ValueError, r"bias_dropout_add: bias must have shape \[8\].*got \[7\]", call, x, bias[:7], r, 0.1)
+    wrong = functools.partial(refuses, call)
+    wrong(TypeError, "x must be a tensor, got list", [1.0], bias, r, 0.1)
+    wrong(TypeError, "residual must be a tensor, got float", x, bias, 1.0, 0.1)
+    wrong(ValueError, r"residual must have the shape of x, \[4, 8\], got \[1, 8\]", x, bias, r[:1], 0.1)
+    wrong(ValueError, "residual is on meta", x, bias, r.to("meta"), 0.1)
+    wrong(ValueError, r"bias must have shape \[8\].*got \[7\]", x, bias[:7], r, 0.1)
     for p in (-0.1, 1.1, float("nan")):
-        refused(ValueError, r"bias_dropout_add: dropout_p must be from 0 to 1, got", call, x, bias, r, p)
+        wrong(ValueError, "dropout_p must be from 0 to 1, got", x, bias, r, p)
     for p in ("0.1", None, True):
-        refused(TypeError, r"bias_dropout_add: dropout_p must be a number", call, x, bias, r, p)
+        wrong(TypeError, "dropout_p must be a number", x, bias, r, p)
     for seed, error, message in (
         *((outside, ValueError, "must fit 64 bits") for outside in (2**64, -(2**63) - 1)),
         (1.0, TypeError, "must be None, an int or an int64 tensor, got float"),
@@ -264,11 +253,10 @@ def test_bad_arguments_are_named(device):
         (torch.tensor([1, 2], device=device), ValueError, r"must have one element, got shape \[2\]"),
         (torch.empty(1, dtype=torch.int64, device="meta"), ValueError, "is on meta"),
     ):
-        refused(error, f"bias_dropout_add: seed {message}", given, dropout_seed=seed)
-    refused(ValueError, r"bias_dropout_add: index_offset must be at least 0, got -1", given, index_offset=-1)
-    refused(TypeError, r"bias_dropout_add: index_offset must be an int, got float", given, index_offset=1.0)
-    with pytest.raises(TypeError, match=r"bias_dropout_add: row_positions must be an int64 tensor or None, got list"):
-        given(row_positions=[0])
+        refuses(given, error, f"seed {message}", dropout_seed=seed)
+    refuses(given, ValueError, "index_offset must be at least 0, got -1", index_offset=-1)
+    refuses(given, TypeError, "index_offset must be an int, got float", index_offset=1.0)
+    refuses(given, TypeError, "row_positions must be an int64 tensor or None, got list", row_positions=[0])
     with pytest.raises(ValueError, match=r"row_positions must have one element for each x\[t\] of x .*, got \[1\]"):
         given(row_positions=torch.zeros(1, dtype=torch.int64, device=device))
 

@@ -11,6 +11,7 @@ from parallel_ops import DeferredWeightGradients, float8_grouped_linear, float8_
 from parallel_ops._internal.gradients.weight_gradients import ParameterGrad
 from parallel_ops.ops import sort_by_expert
 from parallel_ops.ops.float8_recipes import E4M3, RECIPES, Quantized, quantize, quantize_groups, swizzled
+from support.numerics.suite import refuses
 
 module = sys.modules["parallel_ops.ops.float8_grouped_linear"]  # of the name of its function
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -235,5 +236,4 @@ def test_refusals():
         ((x, weight, offs.float()), {}, TypeError, "offs must be a tensor of int32 or int64"),
         ((x, weight, offs), {"bias": x[:2]}, ValueError, r"bias must have shape \[2, 16\]"),
     ):
-        with pytest.raises(error, match=message):
-            float8_grouped_linear(*arguments, **{"emulated": True} | options)
+        refuses(float8_grouped_linear, error, message, *arguments, **{"emulated": True} | options)

@@ -12,6 +12,7 @@ from parallel_ops import flash_attention
 from parallel_ops.ops.attention import backends
 from parallel_ops.ops.attention.backends import Call, refusal, select
 from parallel_ops.ops.attention.options import AttentionOptions
+from support.numerics.suite import refuses
 
 HALF = (torch.float16, torch.bfloat16)
 PLAIN = Call("cuda", 90, torch.bfloat16, 1, 128, 128, True)
@@ -106,10 +107,8 @@ def test_bad_backends_are_named():
         with pytest.raises(ValueError, match="flash_attention: backend") as raised:
             flash_attention(q, q, q, **options)
         assert named in str(raised.value)
-    with pytest.raises(ValueError, match="sq different from sk"):
-        flash_attention(q[:2], q, q, backend="flash")
-    with pytest.raises(ValueError, match="values as wide as keys"):
-        flash_attention(q, q, q[..., :4], backend="flash")
+    refuses(flash_attention, ValueError, "sq different from sk", q[:2], q, q, backend="flash")
+    refuses(flash_attention, ValueError, "values as wide as keys", q, q, q[..., :4], backend="flash")
     assert flash_attention(q[:0], q, q, causal=False, backend="flash").shape == (0, 1, 2, 8)
 
 
@@ -199,7 +198,6 @@ def test_cudnn_is_refused_in_deterministic_mode(monkeypatch):
     q = torch.ones(4, 1, 2, 8)
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(ValueError, match="its backward is not deterministic"):
-            flash_attention(q, q, q, backend="cudnn")
+        refuses(flash_attention, ValueError, "its backward is not deterministic", q, q, q, backend="cudnn")
     finally:
         torch.use_deterministic_algorithms(False)

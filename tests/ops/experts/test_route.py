@@ -1,3 +1,4 @@
+import functools
 import importlib
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from parallel_ops import load_balancing_loss, route
 from parallel_ops.ops import route_reference
 from support.numerics import suite
 from support.numerics.experts import spread_logits
-from support.numerics.suite import DEVICES, DTYPES, randn, refused
+from support.numerics.suite import DEVICES, DTYPES, randn, refused, refuses
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 ops = torch.ops.parallel_ops
@@ -277,23 +278,24 @@ def test_extreme_shapes(device, t, n, k):
 
 def test_bad_arguments_are_named(device):
     x = torch.randn(4, 8, device=device)
-    refused(TypeError, r"route: logits must be a tensor, got list", route, [1.0], 1)
-    refused(TypeError, r"route: top_k must be an int, got float", route, x, 2.0)
-    shape = r"route: logits must be \[t, n\] with at least one expert, got \[4, 2, 4\]"
-    refused(ValueError, shape, route, x.view(4, 2, 4), 2)
-    refused(ValueError, r"route: top_k must be from 1 to 8, the 8 experts, got 9", route, x, 9)
-    refused(ValueError, r"route: top_k must be from 1 to 8, the 8 experts, got 0", route, x, 0)
-    best = r"route: top_k must be from 1 to 4, the 4 experts of the best 2 groups, got 5"
-    refused(ValueError, best, route, x, 5, groups=4, top_groups=2)
-    refused(ValueError, r"route: groups must divide the 8 experts, got 3", route, x, 2, groups=3)
-    refused(ValueError, r"route: top_groups must be from 1 to groups, 4, got 5", route, x, 2, groups=4, top_groups=5)
-    refused(ValueError, r"route: bias must be \[8\], one for each expert, got \[7\]", route, x, 2, bias=x[0, :7])
-    refused(ValueError, r"route: score must be 'softmax' or 'sigmoid', got 'relu'", route, x, 2, score="relu")
+    wrong = functools.partial(refuses, route)
+    wrong(TypeError, "logits must be a tensor, got list", [1.0], 1)
+    wrong(TypeError, "top_k must be an int, got float", x, 2.0)
+    wrong(ValueError, r"logits must be \[t, n\] with at least one expert, got \[4, 2, 4\]", x.view(4, 2, 4), 2)
+    wrong(ValueError, "top_k must be from 1 to 8, the 8 experts, got 9", x, 9)
+    wrong(ValueError, "top_k must be from 1 to 8, the 8 experts, got 0", x, 0)
+    wrong(
+        ValueError, "top_k must be from 1 to 4, the 4 experts of the best 2 groups, got 5", x, 5, groups=4, top_groups=2
+    )
+    wrong(ValueError, "groups must divide the 8 experts, got 3", x, 2, groups=3)
+    wrong(ValueError, "top_groups must be from 1 to groups, 4, got 5", x, 2, groups=4, top_groups=5)
+    wrong(ValueError, r"bias must be \[8\], one for each expert, got \[7\]", x, 2, bias=x[0, :7])
+    wrong(ValueError, "score must be 'softmax' or 'sigmoid', got 'relu'", x, 2, score="relu")
 
 
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8)
-    refused(RuntimeError, "route: top_k must be at least 1", ops.route, x, None, 9, False, 1, 1, False, True, 1.0)
+    refuses(ops.route, RuntimeError, "top_k must be at least 1", x, None, 9, False, 1, 1, False, True, 1.0)
     rest, experts, backward = (None, None, False, False, True, 1.0), torch.full((4, 1), 8), ops.route_backward
     refused(RuntimeError, "route_backward: experts holds 8 of 8", backward, x, experts, None, *rest)
     refused(RuntimeError, "route_backward: grad_weights must have the shape", backward, x, 0 * experts, x, *rest)

@@ -197,3 +197,9 @@ def refused(error: type[Exception], match: str, call: Callable[..., Any], *args:
     """``call`` raises ``error`` with a message that matches."""
     with pytest.raises(error, match=match):
         call(*args, **kwargs)
+
+
+def refuses(op: Callable[..., Any], error: type[Exception], message: str, *args: Any, **kwargs: Any) -> None:
+    """``op``, or a partial of it, raises ``error`` with a message that names it and matches."""
+    name = getattr(op, "func", op).__name__.partition(".")[0]
+    refused(error, f"{name}: .*{message}", op, *args, **kwargs)
