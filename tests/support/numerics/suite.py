@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -203,3 +204,17 @@ def refuses(op: Callable[..., Any], error: type[Exception], message: str, *args:
     """``op``, or a partial of it, raises ``error`` with a message that names it and matches."""
     name = getattr(op, "func", op).__name__.partition(".")[0]
     refused(error, f"{name}: .*{message}", op, *args, **kwargs)
+
+
+class RecordedOps(TorchDispatchMode):
+    """The calls of the package's ops in a block, each with its arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "parallel_ops":
+            names = (argument.name for argument in func._schema.arguments)
+            self.calls.append((func, {**dict(zip(names, args, strict=False)), **(kwargs or {})}))
+        return func(*args, **(kwargs or {}))
