@@ -43,22 +43,24 @@ class Part:
     Attributes:
         kind: ``"text"``, ``"json"`` or ``"parquet"``.
         start, stop: Bytes of the file, or row groups of Parquet; ``stop = -1`` for a compressed file's end.
-        last: The file ends here. size: Bytes on the disk.
+        begins, ends: Its first document begins here, and its last one ends here. size: Bytes on the disk.
     """
 
     path: str
     kind: str
     start: int
     stop: int
-    last: bool
+    begins: bool
+    ends: bool
     size: int
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text or messages. ``ends``: No further piece of the document follows."""
+    """A text or messages. ``begins``, ``ends``: No piece of the document comes before, and none follows."""
 
     value: str | Conversation
+    begins: bool = True
     ends: bool = True
 
 
@@ -103,13 +105,13 @@ def parts_of(files: Sequence[Path], options: Options) -> list[tuple[Part, ...]]:
     found: list[tuple[Part, ...]] = []
     room = 0
     for file, size in zip(files, sizes, strict=True):
-        own = _parts(file, size, most, options)
-        if found and len(own) == 1 and own[0].size <= room:
-            found[-1] += (own[0],)
-        else:
-            found += [(part,) for part in own]
-            room = most if len(own) == 1 else 0
-        room -= max(size, _LEAST_FILE)
+        for part in _parts(file, size, most, options):
+            if found and part.size <= room:
+                found[-1] += (part,)
+            else:
+                found.append((part,))
+                room = most
+            room -= max(part.size, _LEAST_FILE)
     return found
 
 
@@ -121,9 +123,13 @@ def _parts(file: Path, size: int, most: int, options: Options) -> list[Part]:
     if kind == "parquet":
         return _row_groups(file, size, options.key, most)
     if suffix_of(file) in formats.COMPRESSED:
-        return [Part(str(file), kind, 0, -1, True, size)]
+        return [Part(str(file), kind, 0, -1, True, True, size)]
     bounds = itertools.pairwise(_bounds(file, size, most, kind, options.separator))
-    return [Part(str(file), kind, start, stop, stop == size, stop - start) for start, stop in bounds]
+    cut = kind == "text" and options.separator is None
+    return [
+        Part(str(file), kind, start, stop, not cut or start == 0, not cut or stop == size, stop - start)
+        for start, stop in bounds
+    ]
 
 
 def documents(part: Part, options: Options) -> Iterator[Document]:
@@ -141,8 +147,7 @@ def documents(part: Part, options: Options) -> Iterator[Document]:
         columns = [name for name in (options.key, *ROW_KEYS) if name in _columns(part.path)]
         rows = formats.parquet_rows(part.path, part.start, part.stop, list(dict.fromkeys(columns)))
     for row, place in rows:
-        value = value_of(row, options, place)
-        yield from _pieces(value)
+        yield from _pieces(value_of(row, options, place))
 
 
 def pieces(text: str) -> list[str]:
@@ -157,14 +162,11 @@ def pieces(text: str) -> list[str]:
     return [*found, text[start:]]
 
 
-def _pieces(value: str | Conversation, *, ends: bool = True) -> Iterator[Document]:
-    """A document, long texts in pieces; ``ends``: The last piece is that of the document."""
-    if isinstance(value, Conversation):
-        yield Document(value)
-        return
-    *first, last = pieces(value)
-    yield from (Document(piece, ends=False) for piece in first)
-    yield Document(last, ends)
+def _pieces(value: str | Conversation, *, begins: bool = True, ends: bool = True) -> Iterator[Document]:
+    """A document, long texts in pieces; ``begins``, ``ends``: The first and last piece are those of the document."""
+    found: list[str | Conversation] = [*pieces(value)] if isinstance(value, str) else [value]
+    for number, piece in enumerate(found, 1):
+        yield Document(piece, begins and number == 1, ends and number == len(found))
 
 
 def _bounds(file: Path, size: int, most: int, kind: str, separator: str | None) -> list[int]:
@@ -193,7 +195,7 @@ def _texts(part: Part, separator: str | None) -> Iterator[Document]:
     """Documents between separators, or pieces of the whole text."""
     text = formats.decoded(part.path, _content(part), part.start, mark=not part.start)
     if separator is None:
-        yield from _pieces(text, ends=part.last)
+        yield from _pieces(text, begins=part.begins, ends=part.ends)
         return
     lines: list[str] = []
     for line in itertools.chain(_LINE.findall(text), [separator]):  # str.splitlines splits at more characters
@@ -219,6 +221,6 @@ def _row_groups(file: Path, size: int, key: str, most: int) -> list[Part]:
     for stop in range(1, len(sizes) + 1):
         if stop == len(sizes) or sum(sizes[start : stop + 1]) > most:
             share = size * sum(sizes[start:stop]) // max(1, sum(sizes))
-            found.append(Part(str(file), "parquet", start, stop, stop == len(sizes), share))
+            found.append(Part(str(file), "parquet", start, stop, True, True, share))
             start = stop
     return found

@@ -1,9 +1,9 @@
 """A folder of finished parts beside the output, and the output made of them.
 
-    OUTPUT.parts/plan.json     what is tokenized: parts, options, the tokenizer's checksum
-    OUTPUT.parts/000012.npz    the tokens of one part, renamed to this name when they are complete
+    OUTPUT.parts/000012.npz    the tokens of one part, renamed to this name when they are complete, and its plan: what
+                               is tokenized, by parts, options and the tokenizer's checksum
 
-A call that finds the folder keeps its finished parts, if its plan is the same. Parts do not depend on the number of
+A call that finds the folder keeps its finished parts, if their plan is its own. Parts do not depend on the number of
 processes, so neither do the bytes of the output.
 """
 
@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from parallel_ops.tokenization import indexed
 from parallel_ops.tokenization.documents import Part
 from parallel_ops.tokenization.options import Options
 
-_PLAN = "plan.json"
+_DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Tokens:
     """The tokens of a part.
 
     Attributes:
-        tokens: ``[tokens]``. lengths: Tokens of each document; the last may go on in the next part (``goes_on``).
+        tokens: ``[tokens]``. lengths: Tokens of each document; the first may be the rest of one (``Part.begins``).
         loss: 1 where a token counts in the loss, uint8 ``[tokens]``; empty without messages, where all do.
         empty: Documents that are left out.
     """
@@ -43,73 +42,55 @@ class Tokens:
     lengths: NDArray[np.int64]
     loss: NDArray[np.uint8]
     empty: int
-    goes_on: bool
 
 
 class Store:
-    """The parts of one output; a context manager, which removes the folder at its end if it has no part.
-
-    Raises:
-        ValueError: The folder has parts of another plan. FileExistsError: The output is there.
-    """
+    """The parts of one output."""
 
     def __init__(self, output: Path, parts: Sequence[tuple[Part, ...]], options: Options, checksum: str) -> None:
-        self.output, self.count = output, len(parts)
-        self.folder = output.with_name(output.stem + ".parts")
+        self.output = output
+        self._folder = output.with_name(output.stem + ".parts")
         own = {name: None if value is None else str(value) for name, value in vars(options).items()}
         del own["tokenizer"]  # its path
         times = {share.path: Path(share.path).stat().st_mtime_ns for part in parts for share in part}
         shares = [[dataclasses.astuple(share) for share in part] for part in parts]
-        plan: dict[str, Any] = {
+        self._plan: dict[str, Any] = {
             "options": own, "tokenizer": checksum, "files": _digest([*times.items()]), "parts": _digest(shares),
         }  # fmt: skip
-        if self._is_empty():
-            for path in (output, output.with_suffix(".idx"), output.with_suffix(".mask")):
-                if path.exists():
-                    raise FileExistsError(f"{path} exists; remove it, or name another output")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with _renamed(self.folder / _PLAN) as file:
-                file.write(json.dumps(plan).encode())
-            return
-        try:
-            found = json.loads((self.folder / _PLAN).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = {}
-        if differing := [name for name in plan if found.get(name) != plan[name]]:
-            raise ValueError(
-                f"{self.folder} has parts of other {' and '.join(differing)}: remove it, or name another output"
-            )
-
-    def _is_empty(self) -> bool:
-        """True if the folder has no part, and nothing that is none: only files of a call that was killed early."""
-        there = list(self.folder.iterdir()) if self.folder.exists() else []
-        return all(path.name == _PLAN or path.match(".*.part") for path in there)
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.folder.exists() and self._is_empty():
-            shutil.rmtree(self.folder)
-
-    def path(self, number: int) -> Path:
-        return self.folder / f"{number:06}.npz"
 
     def finished(self) -> set[int]:
-        """The parts that are there; those that are cut off are removed."""
+        """The parts that are there; those that are cut off are removed.
+
+        Raises:
+            ValueError: There are parts of another plan. FileExistsError: There is none, but the output.
+        """
         found = set()
-        for number in range(self.count):
-            path = self.path(number)
-            if path.exists():
-                try:
-                    zipfile.ZipFile(path).close()
-                except (OSError, zipfile.BadZipFile):
-                    path.unlink()
-                else:
-                    found.add(number)
+        for path in self._folder.glob("*.npz"):
+            try:
+                with np.load(path, allow_pickle=False) as part:
+                    plan = json.loads(str(part["plan"]))
+            except _DAMAGED:
+                path.unlink()
+                continue
+            if differing := [name for name in self._plan if plan.get(name) != self._plan[name]]:
+                raise ValueError(
+                    f"{self._folder} has parts of other {' and '.join(differing)}: remove it, or name another output"
+                )
+            found.add(int(path.stem))
+        for path in (self.output, self.output.with_suffix(".idx"), self.output.with_suffix(".mask")):
+            if not found and path.exists():
+                raise FileExistsError(f"{path} exists; remove it, or name another output")
         return found
 
-    def join(self, dtype: np.dtype[Any], *, masked: bool) -> tuple[int, int, int, int]:
+    def write(self, number: int, tokens: Tokens) -> None:
+        """Writes a part."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with _renamed(self._path(number)) as file:
+            np.savez(file, **vars(tokens), plan=np.array(json.dumps(self._plan)))
+
+    def join(
+        self, parts: Sequence[tuple[Part, ...]], dtype: np.dtype[Any], *, masked: bool
+    ) -> tuple[int, int, int, int]:  # fmt: skip
         """Writes the output, with a mask of the loss if ``masked``, and removes the parts.
 
         Returns:
@@ -118,19 +99,19 @@ class Store:
         Raises:
             ValueError: There are no tokens, or a document has too many. OSError: From the file system.
         """
-        lengths: list[NDArray[np.int64]] = []
-        empty = loss = tokens = begun = 0
+        lengths = [np.empty(0, np.int64)]
+        empty = loss = tokens = 0
         with contextlib.ExitStack() as files:
             # Renamed last: the token file is there when all is.
             out = files.enter_context(_renamed(self.output))
             out_mask = files.enter_context(_renamed(self.output.with_suffix(".mask"))) if masked else None
-            for number in range(self.count):
+            for number, shares in enumerate(parts):
                 part = self._read(number)
-                own = part.lengths
-                if len(own):
-                    own[0] += begun
-                    begun = int(own[-1]) if part.goes_on else 0
-                    lengths.append(own[:-1] if part.goes_on else own)
+                if shares[0].begins:
+                    lengths.append(part.lengths)
+                else:
+                    lengths[-1][-1] += part.lengths[0]
+                    lengths[-1] = np.append(lengths[-1], part.lengths[1:])
                 empty, tokens = empty + part.empty, tokens + len(part.tokens)
                 part.tokens.tofile(out)
                 loss += int(part.loss.sum()) if masked else len(part.tokens)
@@ -141,32 +122,28 @@ class Store:
             every = np.concatenate(lengths)
             with _renamed(self.output.with_suffix(".idx")) as file:
                 indexed.write(file, every[every > 0], dtype, masked=masked)
-        for number in range(self.count):
-            self.path(number).unlink()
+        for pattern in ("*.npz", ".*.part"):
+            for path in self._folder.glob(pattern):
+                path.unlink()
+        with contextlib.suppress(OSError):  # files of somebody else are in it
+            self._folder.rmdir()
         return len(every), tokens, loss, empty
 
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06}.npz"
+
     def _read(self, number: int) -> Tokens:
-        path = self.path(number)
+        path = self._path(number)
         try:
             with np.load(path, allow_pickle=False) as found:
-                values = {name: found[name] for name in found}
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                return Tokens(found["tokens"], found["lengths"], found["loss"], int(found["empty"]))
+        except _DAMAGED as error:
             path.unlink()
             raise ValueError(f"{path} was damaged; the same command tokenizes it again: {error}") from None
-        return Tokens(
-            values["tokens"], values["lengths"], values["loss"], int(values["empty"]), bool(values["goes_on"])
-        )
 
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def write(path: Path, tokens: Tokens) -> None:
-    """Writes a part."""
-    with _renamed(path) as file:
-        values: dict[str, Any] = vars(tokens)
-        np.savez(file, **values)
 
 
 @contextlib.contextmanager

@@ -11,15 +11,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel_ops._internal.command_line import processors
 from parallel_ops.tokenization.documents import PIECE, Document, Part, documents, files_of, parts_of
 from parallel_ops.tokenization.options import Options, Summary
-from parallel_ops.tokenization.parts import Store, Tokens, write
+from parallel_ops.tokenization.parts import Store, Tokens
 from parallel_ops.tokenization.tokenizer import Encoder
 
 # Documents that are encoded at once.
@@ -51,15 +49,15 @@ def tokenize(
     encoder = Encoder(options)
     parts = parts_of(given.files, options)
     sizes = [sum(share.size for share in part) for part in parts]
-    with Store(output, parts, options, encoder.checksum) as store:
-        finished = store.finished()
-        done = sum(sizes[number] for number in finished)
+    store = Store(output, parts, options, encoder.checksum)
+    finished = store.finished()
+    done = sum(sizes[number] for number in finished)
+    report(done, sum(sizes))
+    todo = {number: part for number, part in enumerate(parts) if number not in finished}
+    for number in _finish(store, options, encoder, todo, processes or processors()):
+        done += sizes[number]
         report(done, sum(sizes))
-        todo = {n: (part, store.path(n), options) for n, part in enumerate(parts) if n not in finished}
-        for number in _finish(todo, encoder, processes or processors()):
-            done += sizes[number]
-            report(done, sum(sizes))
-        found, tokens, loss, empty = store.join(encoder.dtype, masked=options.chat)
+    found, tokens, loss, empty = store.join(parts, encoder.dtype, masked=options.chat)
     return Summary(
         output=str(output), dtype=encoder.dtype.name, files=len(given.files), documents=found, tokens=tokens,
         loss_tokens=loss, empty=empty, bytes=sum(sizes), vocab_size=encoder.vocab_size, eod=encoder.eod,
@@ -68,21 +66,19 @@ def tokenize(
     )  # fmt: skip
 
 
-_Job = tuple[tuple[Part, ...], Path, Options]
-
-
-def _finish(todo: dict[int, _Job], encoder: Encoder, processes: int) -> Iterator[int]:
+def _finish(
+    store: Store, options: Options, encoder: Encoder, todo: dict[int, tuple[Part, ...]], processes: int
+) -> Iterator[int]:  # fmt: skip
     """Tokenizes parts; yields the number of each when it is stored."""
     count = min(processes, len(todo))
     if count <= 1:
-        for number, (part, path, options) in todo.items():
-            write(path, tokens_of(part, options, encoder))
+        for number, part in todo.items():
+            store.write(number, tokens_of(part, options, encoder))
             yield number
         return
-    options = next(iter(todo.values()))[2]
     # Processes start anew rather than fork, since tokenizers has threads.
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, (options,)) as pool:
-        futures = {pool.submit(_do, *job): number for number, job in todo.items()}
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, (store, options)) as pool:
+        futures = {pool.submit(_do, number, part): number for number, part in todo.items()}
         try:
             for future in as_completed(futures):
                 future.result()
@@ -98,42 +94,21 @@ def _finish(todo: dict[int, _Job], encoder: Encoder, processes: int) -> Iterator
 
 def tokens_of(part: Sequence[Part], options: Options, encoder: Encoder) -> Tokens:
     """The tokens of a part: of a share of a file, or of several small files."""
-    found = [np.empty(0, encoder.dtype)]
-    losses = [np.empty(0, np.uint8)]
-    lengths = [0]  # of the documents, the last one not ended
+    found, losses = [np.empty(0, encoder.dtype)], [np.empty(0, np.uint8)]
+    lengths: list[int] = []
     empty = 0
-
-    def add(tokens: NDArray[Any], loss: NDArray[np.uint8]) -> None:
-        found.append(tokens)
-        losses.append(loss)
-        lengths[-1] += len(tokens)
-
-    def add_one(token: int | None) -> None:
-        if token is not None:
-            add(np.array([token], encoder.dtype), np.ones(1, np.uint8))
-
-    # Otherwise the first document began in an earlier part.
-    begins = part[0].kind != "text" or options.separator is not None or part[0].start == 0
-    every = itertools.chain.from_iterable(documents(share, options) for share in part)
-    for batch in _batches(every):
+    for batch in _batches(itertools.chain.from_iterable(documents(share, options) for share in part)):
         for document, (tokens, loss) in zip(batch, encoder.encode(batch), strict=True):
-            around = not options.chat  # the encoder has messages whole
-            if around and begins and not lengths[-1] and len(tokens) and tokens[0] != encoder.bos:
-                add_one(encoder.bos)
-            add(tokens, loss)
-            if not document.ends:
-                continue
-            if begins and not lengths[-1]:
+            if document.begins and document.ends and not len(tokens):
                 empty += 1
                 continue
-            if around:
-                add_one(encoder.eod)
-            lengths.append(0)
-    goes_on = lengths[-1] > 0
-    return Tokens(
-        tokens=np.concatenate(found), lengths=np.array(lengths if goes_on else lengths[:-1], np.int64),
-        loss=np.concatenate(losses) if options.chat else losses[0], empty=empty, goes_on=goes_on,
-    )  # fmt: skip
+            if document.begins or not lengths:
+                lengths.append(0)
+            lengths[-1] += len(tokens)
+            found.append(tokens)
+            if options.chat:
+                losses.append(loss)
+    return Tokens(np.concatenate(found), np.array(lengths, np.int64), np.concatenate(losses), empty)
 
 
 def _batches(every: Iterable[Document]) -> Iterator[list[Document]]:
@@ -149,16 +124,17 @@ def _batches(every: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-_encoder: Encoder | None = None
+# Of a process of the pool.
+_work: tuple[Store, Options, Encoder]
 
 
-def _begin(options: Options) -> None:
+def _begin(store: Store, options: Options) -> None:
     """Prepares a process of the pool: the tokenizer is read once, and the process ends with its parent."""
-    global _encoder  # noqa: PLW0603
+    global _work  # noqa: PLW0603
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = Encoder(options)
+    _work = store, options, Encoder(options)
 
 
 def _end_with_parent() -> None:
@@ -168,6 +144,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _do(part: Sequence[Part], path: Path, options: Options) -> None:
-    assert _encoder is not None
-    write(path, tokens_of(part, options, _encoder))
+def _do(number: int, part: Sequence[Part]) -> None:
+    store, options, encoder = _work
+    store.write(number, tokens_of(part, options, encoder))

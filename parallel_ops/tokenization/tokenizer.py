@@ -18,6 +18,8 @@ from parallel_ops.tokenization.options import Options
 # Names of the end of a document, of a tokenizer.json alone, which does not say which token that is.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 Span = tuple[int, int]
+# Tokens, and 1 for each of them that counts in the loss, uint8.
+Encoded = tuple[NDArray[np.integer], NDArray[np.uint8]]
 # The largest id that Megatron-LM, too, stores in 16 bits.
 _SHORT = 65_500
 
@@ -53,9 +55,8 @@ class Encoder:
         self.dtype: np.dtype[np.integer] = np.dtype(np.uint16 if self.vocab_size <= _SHORT else np.int32)
         self.eod = self._end(options, file, settings)
         self.bos = None if options.bos is None else self._id("--bos", options.bos, file)
-        self._chat: Chat | None = None
-        if options.chat:
-            self._chat = self._chat_of(options, template, settings)
+        self._end_text = "" if self.eod is None else str(self._tokenizer.id_to_token(self.eod))
+        self._chat = self._chat_of(options, template, settings) if options.chat else None
         self._split = options.split_special_tokens
         self._special = {
             token.content: number
@@ -70,45 +71,50 @@ class Encoder:
         content = [file.read_bytes(), (template or "").encode(), json.dumps(settings, sort_keys=True).encode()]
         self.checksum = hashlib.sha256(b"\0".join(content)).hexdigest()
 
-    def encode(self, documents: list[Document]) -> list[tuple[NDArray[np.integer], NDArray[np.uint8]]]:
-        """The tokens of each document, or piece of one, and 1 for each of them that counts in the loss.
-
-        Messages have their begin and end; texts do not, since they may be pieces.
-        """
+    def encode(self, documents: list[Document]) -> list[Encoded]:
+        """The tokens of each document, or piece of one; none for an empty document."""
         if self._chat is not None:
             return [self._chat_tokens(self._chat, document.value) for document in documents]
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # without offsets
         encodings = encode([document.value for document in documents], add_special_tokens=False)
-        return [(np.array(found.ids, self.dtype), np.ones(len(found.ids), np.uint8)) for found in encodings]
+        return [
+            self._framed(
+                found.ids, np.ones(len(found.ids)), begins=document.begins,
+                ends=document.ends and bool(found.ids or not document.begins), counted=True,
+            )
+            for document, found in zip(documents, encodings, strict=True)
+        ]  # fmt: skip
 
-    def _chat_tokens(
-        self, chat: Chat, given: str | Conversation
-    ) -> tuple[NDArray[np.integer], NDArray[np.uint8]]:  # fmt: skip
+    def _framed(self, ids: list[int], loss: NDArray[Any], *, begins: bool, ends: bool, counted: bool) -> Encoded:
+        """Ids with the tokens around a document, of which the last one may be ``counted`` in the loss."""
+        front = [self.bos] if begins and self.bos is not None and ids and ids[0] != self.bos else []
+        back = [self.eod] if ends and self.eod is not None else []
+        loss = np.concatenate([np.zeros(len(front)), loss, np.full(len(back), counted)])
+        return np.array([*front, *ids, *back], self.dtype), loss.astype(np.uint8)
+
+    def _chat_tokens(self, chat: Chat, given: str | Conversation) -> Encoded:
         if isinstance(given, str):  # null
             return np.empty(0, self.dtype), np.empty(0, np.uint8)
         try:
             if self._split and has_any(given, self._stand_ins):
-                text, spans, ids, offsets = self._split_tokens(chat, given)
+                ids, offsets, text, spans = self._split_tokens(chat, given)
             else:
                 text, spans = chat.render(given)
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
                 ids, offsets = encoding.ids, encoding.offsets
         except ValueError as error:
             raise ValueError(f"{given.place()}: {error}") from None
-        counts = np.zeros(len(ids), np.uint8)
+        loss = np.zeros(len(ids))
         begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         for first, last in spans:
-            counts[(begins < last) & (ends > first)] = 1
-        front = [self.bos] if self.bos is not None and ids and ids[0] != self.bos else []
+            loss[(begins < last) & (ends > first)] = 1
         # A template's last turn may end with this token and a line end.
-        ended = self.eod is None or not ids or text.rstrip().endswith(str(self._tokenizer.id_to_token(self.eod)))
-        back = [] if ended else [self.eod]
+        ended = not ids or text.rstrip().endswith(self._end_text)
         counted = given.messages[-1]["role"] == "assistant" and given.weights[-1] == 1
-        loss = np.concatenate([np.zeros(len(front)), counts, np.full(len(back), counted)]).astype(np.uint8)
-        return np.array([*front, *ids, *back], self.dtype), loss
+        return self._framed(ids, loss, begins=True, ends=not ended, counted=counted)
 
-    def _split_tokens(self, chat: Chat, given: Conversation) -> tuple[str, list[Span], list[int], list[Span]]:
-        """Text, spans, ids and offsets of messages in which names of special tokens are text.
+    def _split_tokens(self, chat: Chat, given: Conversation) -> tuple[list[int], list[Span], str, list[Span]]:
+        """Ids, offsets, rendered text and spans of messages in which names of special tokens are text.
 
         The template renders messages with one character in the place of each such name. The text between the special
         tokens of the rendered text is then encoded by itself, with the names.
@@ -116,42 +122,40 @@ class Encoder:
         Raises:
             ValueError: The tokenizer encodes what is between special tokens otherwise by itself.
         """
-        text, spans = chat.render(replaced(given, self._stand_ins))
+        rendered, spans = chat.render(replaced(given, self._stand_ins))
         names = {character: name for name, character in self._stand_ins.items()}
-        plain = "".join(character for character in text if character not in names)
+        plain = "".join(character for character in rendered if character not in names)
         if self._between(plain, {})[0] != self._tokenizer.encode(plain, add_special_tokens=False).ids:
             raise ValueError("--split-special-tokens: this tokenizer needs a text whole, and names of tokens are in it")
-        return text, spans, *self._between(text, names)
+        places = np.cumsum([0, *(len(names.get(character, character)) for character in rendered)])
+        spans = [(int(places[first]), int(places[last])) for first, last in spans]
+        return *self._between(rendered, names), rendered, spans
 
-    def _between(self, text: str, names: dict[str, str]) -> tuple[list[int], list[Span]]:
-        """Ids and offsets of a text, encoded part by part. ``names``: What characters stand for."""
+    def _between(self, rendered: str, names: dict[str, str]) -> tuple[list[int], list[Span]]:
+        """Ids and offsets of a text with names in the place of characters, encoded part by part."""
         ids: list[int] = []
         offsets: list[Span] = []
         start = 0
         self._tokenizer.encode_special_tokens = True
-        for part in re.split(f"({'|'.join(map(re.escape, self._stand_ins))})", text):
+        for part in re.split(f"({'|'.join(map(re.escape, self._stand_ins))})", rendered):
+            text = _named(part, names)
             if part in self._special:
                 ids.append(self._special[part])
                 offsets.append((start, start + len(part)))
             else:
-                whole = [names.get(character, character) for character in part]
-                places = np.repeat(np.arange(start, start + len(part)), [len(own) for own in whole])
-                found = self._tokenizer.encode("".join(whole), add_special_tokens=False)
+                found = self._tokenizer.encode(text, add_special_tokens=False)
                 ids += found.ids
-                offsets += [
-                    (int(places[a]), int(places[b - 1]) + 1) if b > a else (start, start) for a, b in found.offsets
-                ]
-            start += len(part)
+                offsets += [(start + first, start + last) for first, last in found.offsets]
+            start += len(text)
         self._tokenizer.encode_special_tokens = False
         return ids, offsets
 
     def _chat_of(self, options: Options, template: str | None, settings: dict[str, Any]) -> Chat:
         if options.template == "tokenizer" and template is None:
             raise ValueError(f"--template: {options.tokenizer} has no chat template; plain marks the roles")
-        end = "" if self.eod is None else str(self._tokenizer.id_to_token(self.eod))
         chosen = None if options.template == "plain" else template
         names = {name: _text(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
-        return Chat(chosen, {"bos_token": "", "eos_token": end, **names}, end)
+        return Chat(chosen, {"bos_token": "", "eos_token": self._end_text, **names}, self._end_text)
 
     def _end(self, options: Options, file: Path, settings: dict[str, Any]) -> int | None:
         if options.eod is not None:
@@ -201,6 +205,10 @@ def _files(source: Path) -> tuple[Path, dict[str, Any], str | None]:
     if template is not None and not isinstance(template, str):
         raise ValueError(f"--tokenizer: the chat_template in {config} must be text")
     return source / "tokenizer.json", settings, template
+
+
+def _named(text: str, names: dict[str, str]) -> str:
+    return "".join(names.get(character, character) for character in text)
 
 
 def _text(token: Any) -> str:

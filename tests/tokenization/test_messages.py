@@ -1,4 +1,4 @@
-"""Messages in the forms that people have them: tool calls, parts, weights, names of special tokens, odd templates."""
+"""Messages: the tokens of a chat template, those of them that count, and the forms that people have messages in."""
 
 import json
 
@@ -13,7 +13,7 @@ import tokenizers
 from parallel_ops.tokenization import Options
 from parallel_ops.tokenization.run import tokenize
 from parallel_ops.train.data.tokens import TokenStream
-from support.runs.tokenization import CHAT_TEMPLATE, END, tokenizer_folder
+from support.runs.tokenization import CHAT_TEMPLATE, END, MESSAGES, tokenizer_folder
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}"
@@ -29,22 +29,71 @@ def chat(tmp_path):
     """Tokenizes rows by a template; returns the text of the documents and of what counts in them."""
     calls = []
 
-    def call(*rows, template=CHATML, end="<|im_end|>", name="chat.jsonl", **options):
+    def call(*rows, template=CHATML, end="<|im_end|>", choice="auto", **options):
         calls.append(0)
         folder = tokenizer_folder(tmp_path / f"model{len(calls)}", chat_template=template, eos_token=end)
-        file, output = tmp_path / name, tmp_path / f"{len(calls)}.bin"
+        file, output = tmp_path / "chat.jsonl", tmp_path / f"{len(calls)}.bin"
         file.write_text("".join(json.dumps(row if isinstance(row, dict) else {"messages": row}) + "\n" for row in rows))
-        tokenize([file], output, Options(folder, key="messages", chat=True, **options), processes=1)
+        options = Options(folder, key="messages", chat=True, template=choice, **options)
+        summary = tokenize([file], output, options, processes=1)
         own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         stream = TokenStream([output])
-        found = []
+        found, counted = [], 0
         for number in range(stream.documents):
             tokens = stream.document(number)
             counts = stream.counted(number, 0, len(tokens))
+            counted += counts.sum()
             found.append([own.decode(part.tolist(), skip_special_tokens=False) for part in (tokens, tokens[counts])])
+        assert (summary.tokens, summary.loss_tokens) == (len(stream), counted)
         return found
 
     return call
+
+
+class TestTemplates:
+    def test_answers_count_and_prompts_do_not(self, chat):
+        (_, counted), (text, other) = chat(MESSAGES, MESSAGES[:3], template=CHAT_TEMPLATE, end=END)
+        assert counted == f"384,400 km, on average.<|im_end|>\nAbout 150 million km.<|im_end|>\n{END}"
+        assert text.endswith(END) and other == "384,400 km, on average.<|im_end|>\n"  # a question's end is not learned
+
+    def test_the_tokens_are_those_of_transformers(self, chat, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        chat(MESSAGES, template=CHAT_TEMPLATE, end=END)
+        tokens, mask = np.fromfile(tmp_path / "1.bin", np.uint16), np.fromfile(tmp_path / "1.mask", np.uint8)
+        own = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "model1")
+        assert tokens[:-1].tolist() == own.apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"]
+        prompt = own.apply_chat_template(MESSAGES[:3], tokenize=True, return_dict=True, add_generation_prompt=True)
+        begin = len(prompt["input_ids"])
+        assert tokens[:begin].tolist() == prompt["input_ids"] and mask[begin - 1 : begin + 1].tolist() == [0, 1]
+
+    @pytest.mark.parametrize("choice", [{"template": None}, {"choice": "plain"}])
+    def test_roles_marked_without_a_template(self, chat, choice):
+        ((text, counted),) = chat(MESSAGES, end=END, **choice)
+        assert text == (
+            f"<|user|>\nHow far is the moon?\n<|assistant|>\n384,400 km, on average.{END}\n"
+            f"<|user|>\nAnd the sun?\n<|assistant|>\nAbout 150 million km.{END}\n"
+        )
+        assert counted == f"384,400 km, on average.{END}\nAbout 150 million km.{END}\n"
+
+    def test_templates_by_name(self, chat):
+        default = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        named = [{"name": "tools", "template": "x"}, {"name": "default", "template": default}]
+        messages = [USER, {"role": "assistant", "content": " moon"}]
+        assert chat(messages, template=named, end=END) == [[f"q moon{END}", f" moon{END}"]]
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            (None, "--template: .* has no chat template; plain marks the roles"),
+            (3, "must be text"),
+            ("{% for", "the chat template is no template of Jinja"),
+            ("{{ messages[9].content.x }}", "the chat template refuses the messages"),
+            ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template refuses the messages"),
+        ],
+    )
+    def test_what_is_no_template(self, chat, template, message):
+        with pytest.raises(ValueError, match=message):
+            chat(MESSAGES, template=template, choice="tokenizer")
 
 
 class TestForms:

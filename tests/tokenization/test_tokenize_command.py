@@ -1,6 +1,5 @@
 """``parallel-ops tokenize``: the same bytes for any number of processes and after kills; errors are one line."""
 
-import gzip
 import json
 import os
 import signal
@@ -138,7 +137,6 @@ class TestCommand:
             (["array.json", "a.bin"], "one object a line is read, not an array of them"),
             (["latin.txt", "a.bin"], "latin.txt is not UTF-8 at byte 1"),
             (["a.jsonl", "a.bin", "--key", "body"], "a.jsonl line 1 has no key 'body'; it has 'text', 'n'; --key"),
-            (["torn.txt.gz", "a.bin"], "torn.txt.gz is not gz, or cut off"),
             (["a.jsonl", "there.bin"], "there.bin exists; remove it, or name another output"),
             (["a.jsonl", "a.bin", "--eod", "<no>"], "--eod: {tokenizer} has no token '<no>'"),
             (["a.jsonl", "a.bin", "--bos", "<no>"], "--bos: {tokenizer} has no token '<no>'"),
@@ -160,7 +158,7 @@ class TestCommand:
         (tmp_path / "empty").mkdir()
         for name, content in (
             ("nothing.txt", b""), ("bad.jsonl", b'{"text": "a"}\n{"text"\n'), ("array.json", b'[{"text": "a"},\n'),
-            ("latin.txt", b"a\xffb"), ("torn.txt.gz", gzip.compress(b"text")[:-6]), ("there.bin", b""), ("a.txt", b"a"),
+            ("latin.txt", b"a\xffb"), ("there.bin", b""), ("a.txt", b"a"),
         ):  # fmt: skip
             (tmp_path / name).write_bytes(content)
         own = [] if "--tokenizer" in arguments else ["--tokenizer", str(tokenizer)]
