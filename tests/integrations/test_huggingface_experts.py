@@ -10,6 +10,8 @@ from torch import nn
 
 from parallel_ops.integrations import huggingface
 from support.integrations.huggingface import LENGTH, SIZES, VOCAB
+from support.integrations.huggingface_families import HYBRIDS
+from support.integrations.huggingface_families import model_of as model_of_family
 from support.integrations.huggingface_models import EXPERTS, OLD, assert_same, assert_same_step, batch, model_of, step
 
 families = pytest.mark.parametrize("family", EXPERTS)
@@ -85,31 +87,36 @@ def test_each_implementation_of_stock(family, implementation):
     assert called
 
 
+BLOCKS = {"mixtral": "mlp", "olmoe": "mlp", "qwen3_moe": "mlp", "llama4": "feed_forward"}
+
+
 @stacked
-@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", [name for name in BLOCKS if name in EXPERTS or name in HYBRIDS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_experts_and_routers_alone_in_other_dtypes(family, dtype):
     """The block by itself, so that an input is routed alike whatever was rounded before it."""
-    model = model_of(family, experts_implementation="eager").to(dtype)
-    block = model.model.layers[1].mlp
+    eager = {"experts_implementation": "eager"}
+    model = (model_of(family, **eager) if family in EXPERTS else model_of_family(family)).to(dtype)
+    path = f"model.layers.1.{BLOCKS[family]}"
+    block = model.get_submodule(path)
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, LENGTH, SIZES["hidden_size"], generator=generator).to(dtype)
-    grad = torch.randn(x.shape, generator=generator).to(dtype)
+    x, grad = torch.randn(2, 2, LENGTH, SIZES["hidden_size"], generator=generator).to(dtype)
 
     def run(block):
         dtype = next(block.parameters()).dtype
-        given = x.detach().to(dtype).requires_grad_()
+        given = x.to(dtype, copy=True).requires_grad_()
         block.zero_grad()
-        y = block(given)
-        y.backward(grad.to(dtype))
+        y, *logits = out if isinstance(out := block(given), tuple) else (out,)
+        y.backward(grad.to(dtype).view_as(y))
         assert y.dtype is dtype
-        return [y.detach(), given.grad, *(p.grad.clone() for p in block.parameters())]
+        return [y.detach(), *(t.detach() for t in logits), given.grad, *(p.grad.clone() for p in block.parameters())]
 
     oracle, stock = run(copy.deepcopy(block).double()), run(block)
-    huggingface.apply(model)
+    replaced = huggingface.apply(model).replaced
+    assert any("permute" in ops for name, ops in replaced.items() if name.startswith(path))
     for got, theirs, exact in zip(run(block), stock, oracle, strict=True):
         error, stock_error = ((r.double() - exact).norm() for r in (got, theirs))
-        assert error <= 2 * stock_error + 1e-6 * exact.norm()  # stock's softmax is float32 in float64 too
+        assert error <= 2 * stock_error + 1e-6 * exact.norm()  # stock's router is float32 in float64 too
 
 
 @stacked

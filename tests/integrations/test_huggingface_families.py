@@ -7,13 +7,11 @@ import sys
 
 import pytest
 import torch
-import transformers
 from torch.overrides import TorchFunctionMode
 
 from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
-from support.integrations.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
-from support.integrations.huggingface_hybrids import HYBRIDS
+from support.integrations.huggingface_families import DENSE, END, HYBRIDS, IMAGE, KEPT, START, composite_of, model_of
 from support.integrations.huggingface_models import CONFIGS, OLD, batch, step, with_drawn_vectors
 
 families = pytest.mark.parametrize("family", DENSE)
@@ -21,11 +19,6 @@ TOLERANCE = 3e-6
 # One for each formula of a norm, an MLP, a rotation and logits that other tests do not have in 16 bits.
 FORMULAS = ["olmo", "gemma", "gemma2", "phi3", "glm4", "starcoder2", "granite", "cohere2"]
 ALL_COMPOSITES = ["llava", "llava_next", "mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-
-
-def model_of(family, **options):
-    torch.manual_seed(0)
-    return with_drawn_vectors(transformers.AutoModelForCausalLM.from_config(config_of(family, **options))).train()
 
 
 def error(got, expected):
@@ -43,11 +36,11 @@ class InDouble(TorchFunctionMode):
         return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
-def oracle_of(model, run, **given):
-    """The step ``run`` of the model in fp64."""
+def oracle_of(model, **given):
+    """The step of the model in fp64."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()}
     with InDouble():
-        return run(copy.deepcopy(model).double(), **wide)
+        return step(copy.deepcopy(model).double(), **wide)
 
 
 def assert_same_step(got, stock, oracle):
@@ -74,7 +67,7 @@ def in_this_version(package):
 def test_logits_losses_and_gradients_are_those_of_stock(family):
     model = model_of(family)
     cases = [batch(), batch(padded=True) | {"num_items_in_batch": torch.tensor(29)}, batch() | {"use_cache": False}]
-    expected = [(step(model, **case), oracle_of(model, step, **case)) for case in cases]
+    expected = [(step(model, **case), oracle_of(model, **case)) for case in cases]
     applied = huggingface.apply(model)
     kept = KEPT.get(family, {})
     assert set(applied.unreplaced) == {name for name, _ in model.named_modules() if name.endswith(tuple(kept))}
@@ -122,7 +115,7 @@ def test_of_models_of_text_and_images_the_text_model_is_served(name):
     model = with_drawn_vectors(model).train()
     known = inspect.signature(type(model).forward).parameters
     given = {key: value for key, value in composite_batch(extra).items() if key in known}
-    expected, oracle = trained_step(model, **given), oracle_of(model, trained_step, **given)
+    expected, oracle = step(model, **given), oracle_of(model, **given)
     applied = huggingface.apply(model)
     served = [path for path, ops in applied.replaced.items() if ops]
     assert all(path.startswith("model.language_model.") for path in served)
@@ -135,7 +128,7 @@ def test_of_models_of_text_and_images_the_text_model_is_served(name):
         called.remove("rotary_embedding_qk")
     assert set(applied.unreplaced) == kept
     assert {"rms_norm", "flash_attention"} < called and "rotary_embedding_qk" not in called
-    got = trained_step(model, **given)
+    got = step(model, **given)
     assert error(got[0].logits, expected[0].logits) < TOLERANCE
     assert_same_step(got, expected, oracle)
     prompt = {key: v[:, :8] if v.dim() == 2 and v.shape[1] == 20 else v for key, v in given.items() if key != "labels"}
@@ -145,17 +138,10 @@ def test_of_models_of_text_and_images_the_text_model_is_served(name):
     assert torch.equal(model.generate(**prompt, **options), ours)
 
 
-def trained_step(model, **given):
-    model.zero_grad()
-    outputs = model(**given)
-    outputs.loss.backward()
-    return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("family", [name for name in FORMULAS if name in DENSE])
 def test_errors_in_16_bits_are_at_most_twice_those_of_stock(family):
     model = model_of(family).to(torch.bfloat16)
-    oracle = oracle_of(model, step, **batch())
+    oracle = oracle_of(model, **batch())
     stock = step(model, **batch())
     huggingface.apply(model)
     ours = step(model, **batch())

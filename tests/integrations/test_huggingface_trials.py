@@ -6,7 +6,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +16,8 @@ from transformers.models.mixtral import modeling_mixtral
 from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface import _formulas
 from support.integrations.huggingface import VOCAB
-from support.integrations.huggingface_families import DENSE, config_of
+from support.integrations.huggingface_families import DENSE
+from support.integrations.huggingface_families import model_of as model_of_family
 from support.integrations.huggingface_formulas import (
     block,
     experts,
@@ -218,12 +218,7 @@ def test_weights_take_no_part(dtype):
 
 @pytest.mark.skipif("seed_oss" not in DENSE, reason="Transformers before 4.57")
 def test_dropout_at_the_end_of_an_mlp_drops_what_stock_drops():
-    def model():
-        torch.manual_seed(0)
-        config = config_of("seed_oss", residual_dropout=0.4)
-        return transformers.AutoModelForCausalLM.from_config(config).train()
-
-    stock, ours = model(), model()
+    stock, ours = (model_of_family("seed_oss", residual_dropout=0.4) for _ in range(2))
     assert "silu_mul" in huggingface.apply(ours).replaced["model.layers.0.mlp"]
     results = []
     for m in (stock, ours):
@@ -235,8 +230,7 @@ def test_dropout_at_the_end_of_an_mlp_drops_what_stock_drops():
 
 
 def test_scaled_logits_with_a_bias_are_kept():
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of("granite")).train()
+    model = model_of_family("granite")
     model.lm_head = nn.Linear(32, VOCAB)
     expected = step(model, **batch())
     applied = huggingface.apply(model)
@@ -247,8 +241,7 @@ def test_scaled_logits_with_a_bias_are_kept():
 
 def test_options_that_are_neutral_at_first():
     """What a formula is does not depend on the value that an option has when it is tried."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of("granite", logits_scaling=1)).train()
+    model = model_of_family("granite", logits_scaling=1)
     huggingface.apply(model)
     model.config.logits_scaling = 3.0
     ours = step(model, **batch())

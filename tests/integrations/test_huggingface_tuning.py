@@ -5,21 +5,13 @@ import torch
 import transformers
 
 from parallel_ops.integrations import huggingface
-from support.integrations.huggingface import LENGTH, SIZES, VOCAB
-from support.integrations.huggingface_hybrids import HYBRIDS, hybrid_of
-from support.integrations.huggingface_models import with_drawn_vectors
+from support.integrations.huggingface import LENGTH, VOCAB
+from support.integrations.huggingface_families import HYBRIDS, model_of
 
 pytest.importorskip("accelerate")
 TRIED = ("gemma4", "qwen3_5", "gpt_oss", "deepseek_v3", "minimax", "llama4")
 FAMILIES = ["llama", *(name for name in TRIED if name in HYBRIDS)]
 TOLERANCE = {"gemma4": 1e-4}
-
-
-def model_of(family):
-    if family != "llama":
-        return hybrid_of(family)
-    torch.manual_seed(0)
-    return with_drawn_vectors(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))).train()
 
 
 def options(folder, **more):

@@ -1,15 +1,12 @@
 """Megatron-core's own functions against the package's in their place."""
 
-import importlib
-import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
+pytest.importorskip("megatron.core")
 
 from megatron.core.fusions import fused_bias_dropout, fused_bias_geglu, fused_bias_gelu, fused_bias_swiglu
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax

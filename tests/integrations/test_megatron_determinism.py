@@ -1,6 +1,5 @@
 """``apply(deterministic=True)`` in Megatron's GPT: run twice, restarted from a checkpoint, against recorded losses."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,15 +8,14 @@ import torch
 
 from support.ranks.distributed import ranks
 
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
+pytest.importorskip("megatron.core")
 
 from megatron.core.transformer import TransformerConfig
 
 from parallel_ops.integrations import megatron
 from parallel_ops.integrations.megatron.determinism import _environment
 from support.integrations import megatron as trained
-from support.integrations.megatron import Case
+from support.integrations.megatron import GATED, Case
 
 RECORDED = Path(__file__).parent / "recorded_losses.json"
 # What Megatron's deterministic mode asks to switch off is on: the fused loss, and the overlap of the linears (spec).
@@ -25,18 +23,15 @@ BOTH = {
     "sequence_parallel": True, "cross_entropy_loss_fusion": True, "deterministic_mode": True,
     "hidden_dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
-GATED = {
-    "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False, "num_query_groups": 2,
-}  # fmt: skip
+LLAMA = GATED | {"normalization": "RMSNorm", "num_query_groups": 2}
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01,
     "moe_ffn_hidden_size": 64,
 }  # fmt: skip
 CASES = {
     "gpt": Case("spec", tp=2, steps=4, deterministic=True, config=BOTH),
-    "llama": Case("spec", tp=2, steps=4, deterministic=True, config=BOTH | GATED),
-    "experts": Case("spec", tp=2, ep=2, etp=1, steps=4, deterministic=True, config=BOTH | GATED | EXPERTS),
+    "llama": Case("spec", tp=2, steps=4, deterministic=True, config=BOTH | LLAMA),
+    "experts": Case("spec", tp=2, ep=2, etp=1, steps=4, deterministic=True, config=BOTH | LLAMA | EXPERTS),
     "pipeline": Case("spec", pp=2, steps=4, deterministic=True, config=BOTH | {"sequence_parallel": False}),
     "functions alone": Case("apply", tp=2, steps=4, deterministic=True, config=BOTH),
 }

@@ -1,31 +1,25 @@
 """Losses and gradient norms of Megatron's GPT on two ranks, with and without the drop-in."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from support.ranks.distributed import ranks
 
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
+pytest.importorskip("megatron.core")
 
 from support.integrations import megatron as trained
 from support.integrations import megatron_functions
-from support.integrations.megatron import Case
+from support.integrations.megatron import GATED, Case
 
 SEQUENCE = {"sequence_parallel": True}
 FUSED = {"gradient_accumulation_fusion": True}
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "num_query_groups": 2,
-    "qk_layernorm": True,
-}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LLAMA = GATED | {"normalization": "RMSNorm", "num_query_groups": 2, "qk_layernorm": True}
 BFLOAT16 = {"dtype": torch.bfloat16, "ddp": {"grad_reduce_in_fp32": False}}
-
+EXPERTS = GATED | {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01
+}  # fmt: skip
+ALL_TO_ALL = {**EXPERTS, "moe_token_dispatcher_type": "alltoall"}
 CASES = {
     "tensor parallel": {"tp": 2},
     "sequence parallel": {"tp": 2, "config": SEQUENCE},
@@ -33,14 +27,22 @@ CASES = {
         "tp": 2, "config": {**SEQUENCE, **FUSED}, "ddp": {"overlap_grad_reduce": True},
     },
     "gradients in bfloat16": {"tp": 2, "config": {**SEQUENCE, **FUSED}, **BFLOAT16},
-    "recomputed": {
-        "tp": 2, "config": {
-            **SEQUENCE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-        },
-    },
+    "recomputed": {"tp": 2, "config": SEQUENCE | RECOMPUTED},
     "pipeline": {"pp": 2},
     "llama": {"tp": 2, "config": {**LLAMA, **SEQUENCE}, "model": {"position_embedding_type": "rope"}},
     "window": {"tp": 2, "config": {"window_size": (3, 0)}},
+    "experts by all-gather": {"ep": 2, "config": EXPERTS},
+    "experts by all-to-all": {"ep": 2, "config": ALL_TO_ALL},
+    "every rank has all experts": {"config": {**ALL_TO_ALL, "moe_router_pre_softmax": True}},
+    "experts, sequence parallel": {"tp": 2, "ep": 2, "etp": 1, "config": ALL_TO_ALL | SEQUENCE},
+    "experts that drop tokens": {"ep": 2, "config": {**ALL_TO_ALL, "moe_expert_capacity_factor": 0.6}},
+    "experts by sigmoid with a bias": {
+        "ep": 2, "config": {
+            **ALL_TO_ALL, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none",
+        },
+    },
+    "recomputed experts": {"ep": 2, "config": ALL_TO_ALL | RECOMPUTED},
 }  # fmt: skip
 
 

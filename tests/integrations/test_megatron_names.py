@@ -1,15 +1,13 @@
 """Names of Megatron-core that the drop-in replaces: each alone, all or none, and undone."""
 
 import importlib
-import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
+pytest.importorskip("megatron.core")
 
 from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
 from megatron.core.transformer.dot_product_attention import DotProductAttention

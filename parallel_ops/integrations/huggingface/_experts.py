@@ -7,14 +7,15 @@
 The weights are applied with the activation, so what the experts return is not kept for the backward.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_ops.integrations.huggingface._layers import Activation, Watch, other_activation
+from parallel_ops.integrations.huggingface._layers import Activation, gated, other_activation
 from parallel_ops.integrations.huggingface._use import went_to_stock
-from parallel_ops.ops import bias_swiglu, gelu_mul, grouped_linear, permute, route, sort_by_expert, unpermute
+from parallel_ops.ops import bias_swiglu, grouped_linear, permute, route, sort_by_expert, unpermute
 
 # Transformers' own for a step of generation on a GPU, "batched_mm", needs no sorting, and "deepgemm" and others are
 # kernels that a user has chosen.
@@ -48,7 +49,7 @@ def router(stock: type[nn.Module], kind: str) -> dict[str, Any]:
     return {"forward": {f.__name__: f for f in (softmax_top_k, top_k_softmax)}[kind]}
 
 
-def stacked(stock: type[nn.Module], activation: Activation | None, watch: Watch | None) -> dict[str, Any]:
+def stacked(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
     """Gate and up ``[n, 2f, h]``, the gate first."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -59,22 +60,17 @@ def stacked(stock: type[nn.Module], activation: Activation | None, watch: Watch 
         order = sort_by_expert(top_k_index, self.num_experts)
         weights = top_k_weights.flatten().index_select(0, order.rows)
         rows = grouped_linear(permute(hidden_states, order), self.gate_up_proj, order.offs)
-        if activation == "silu":
-            rows = bias_swiglu(rows, weights=weights)
-        else:
-            gate, up = rows.chunk(2, dim=-1)
-            rows = gelu_mul(gate, up, approximate=activation or "none", weights=weights)
+        rows = gated(rows, activation, weights)
         return unpermute(grouped_linear(rows, self.down_proj, order.offs), order).to(hidden_states.dtype)
 
     def kept(self: Any) -> dict[str, str]:
         reason = obstacle(self.config._experts_implementation)
         return {} if reason is None else {"grouped_linear": reason}
 
-    assert watch is not None
-    return {"forward": forward, "changed": other_activation(*watch), "kept": kept}
+    return {"forward": forward, "changed": other_activation(activation), "kept": kept}
 
 
-def interleaved(stock: type[nn.Module], activation: Activation | None, watch: Watch | None) -> dict[str, Any]:
+def interleaved(stock: type[nn.Module], activation: None) -> dict[str, Any]:
     """gpt-oss: gate and up in turns ``[n, h, 2f]``, biases, a limited SwiGLU."""
 
     def forward(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
@@ -88,4 +84,4 @@ def interleaved(stock: type[nn.Module], activation: Activation | None, watch: Wa
     return {"forward": forward}
 
 
-EXPERTS = {"stacked": stacked, "interleaved": interleaved}
+EXPERTS: dict[str, Callable[..., dict[str, Any]]] = {"stacked": stacked, "interleaved": interleaved}

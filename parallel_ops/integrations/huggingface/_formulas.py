@@ -30,14 +30,6 @@ from parallel_ops.integrations.huggingface import _attention, _experts, _layers,
 from parallel_ops.integrations.huggingface._families import base_of
 from parallel_ops.integrations.huggingface._trial import Draw, Verdict, stand_in, tried, undisturbed
 
-NORMS = ("rms", "rms_of_eps", "rms_alone", "zero_centred_rms", "olmo", "cohere", "torch")
-MLPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "gated": _layers.gated_mlp,
-    "gated_dropout": _layers.gated_mlp,
-    "gate_and_up": _layers.gate_and_up_mlp,
-    "gelu": _layers.gelu_mlp,
-    "gelu_dropout": _layers.gelu_mlp,
-}
 HIDDEN, INNER = 6, 10
 SIZES = {"hidden_size": HIDDEN, "hidden_dim": HIDDEN, "intermediate_size": INNER, "intermediate_dim": INNER}
 _SHAPES = {  # out, in
@@ -70,22 +62,20 @@ def norm(module: Any) -> Verdict:
         widths = widths or list(getattr(module, "normalized_shape", [HIDDEN]))
         return stand_in(module, draw, **weights), draw.rows(2, 5, widths[-1])
 
-    ours = {kind: _layers.norm(type(module), kind)["forward"] for kind in NORMS}
-    return tried(module, type(module).forward, ours, norms)
+    return tried(module, type(module).forward, _layers.NORMS, norms)
 
 
-def mlp(module: Any, name_of_act: str, activation: _layers.Activation) -> Verdict:
-    act = getattr(module, name_of_act)
+def mlp(module: Any, activation: _layers.Activation) -> Verdict:
+    act = getattr(module, activation.name)
 
     def mlps(draw: Draw) -> tuple[Any, ...]:
         children: dict[str, Any] = {n: _Linear(draw, *_SHAPES[n]) for n in module._modules if n in _SHAPES}
         if "dropout" in module._modules:
             children["dropout"] = lambda x: F.dropout(x, 0.3, draw.training)
-        made = stand_in(module, draw, **children, **SIZES, **{name_of_act: type(act).forward.__get__(copy.copy(act))})
-        return made, draw.rows(2, 5, HIDDEN)
+        children[activation.name] = type(act).forward.__get__(copy.copy(act))
+        return stand_in(module, draw, **children, **SIZES), draw.rows(2, 5, HIDDEN)
 
-    watch = (name_of_act, type(act))
-    ours = {n: recipe(type(module), activation, watch, n.endswith("dropout"))["forward"] for n, recipe in MLPS.items()}
+    ours = {kind: recipe(type(module), activation)["forward"] for kind, recipe in _layers.MLPS.items()}
     return tried(module, type(module).forward, ours, mlps, activation)
 
 
@@ -118,8 +108,7 @@ def experts(module: Any, activation: _layers.Activation | None) -> Verdict:
         return made, draw.rows(7, HIDDEN), draw.integers(4, 7, 2), draw(7, 2)
 
     kind = "interleaved" if interleaved else "stacked"
-    watch = None if interleaved else ("act_fn", type(module.act_fn))
-    ours = _experts.EXPERTS[kind](type(module), activation, watch)["forward"]
+    ours = _experts.EXPERTS[kind](type(module), activation)["forward"]
     return tried(module, type(module).forward, {kind: ours}, stacked, activation)
 
 

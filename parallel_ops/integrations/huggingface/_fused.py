@@ -162,7 +162,7 @@ def is_hooked(module: nn.Module) -> bool:
     """Whether somebody wants to see or change calls of ``module``: by hooks, or by a forward of its own."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return "forward" in module.__dict__ and not has_offloading_hook(module)
+    return is_wrapped(module)
 
 
 def _name_of(function: Any) -> str:

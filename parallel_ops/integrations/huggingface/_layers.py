@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,22 @@ from parallel_ops.integrations.huggingface._trial import Draw, stand_in, tried
 from parallel_ops.integrations.huggingface._use import DEFERRED
 from parallel_ops.ops import bias_dropout_add, bias_gelu, bias_swiglu, gelu_mul, layer_norm, rms_norm, silu_mul
 
-Activation = Literal["silu", "tanh", "none"]
-Watch = tuple[str, type[nn.Module]]  # the name of the activation in its module, and its class
+
+class Activation(NamedTuple):
+    """The activation of an MLP or of experts.
+
+    Attributes:
+        name: its name there. kind: its class. formula: what it computes; "tanh" and "none" are GeLU as in bias_gelu.
+    """
+
+    name: str
+    kind: type[nn.Module]
+    formula: Literal["silu", "tanh", "none"]
 
 
-def activation_of(module: Any) -> Activation | None:
-    """The activation that ``module`` computes, "tanh" and "none" being GeLU as in bias_gelu; ``None`` if there is no op
-    for it."""
+def activation_of(owner: Any, name: str) -> Activation | None:
+    """The activation ``name`` of ``owner``; ``None`` if there is no op for it."""
+    module = getattr(owner, name)
     kind: Any = type(module)
     if kind not in (nn.SiLU, getattr(activations, kind.__name__, None)) or not is_own(kind.forward):
         return None
@@ -34,11 +43,12 @@ def activation_of(module: Any) -> Activation | None:
         return stand_in(module, draw), draw.rows(7, 64)
 
     found: Any = tried(module, kind.forward, ours, activated)[0]
-    return found
+    return None if found is None else Activation(name, kind, found)
 
 
-def other_activation(name: str, kind: type[nn.Module]) -> Callable[[Any], str | None]:
-    """A recipe's ``changed``: whether the module ``name``, which an op computes, is not the ``kind`` that it was."""
+def other_activation(activation: Activation) -> Callable[[Any], str | None]:
+    """A recipe's ``changed``: whether the activation, which an op computes, is not the module that it was."""
+    name, kind, _ = activation
     forward = kind.forward
 
     def changed(module: Any) -> str | None:
@@ -52,58 +62,54 @@ def other_activation(name: str, kind: type[nn.Module]) -> Callable[[Any], str | 
     return changed
 
 
+# By what they compute, the forwards of norms.
+NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "rms": lambda self, x: rms_norm(x, self.weight, self.variance_epsilon),
+    "rms_of_eps": lambda self, x: rms_norm(x, self.weight, self.eps),
+    "rms_alone": lambda self, x: rms_norm(x, None, self.eps),
+    "zero_centred_rms": lambda self, x: rms_norm(x, self.weight, self.eps, zero_centered=True),
+    "olmo": lambda self, x: layer_norm(x, eps=1e-5),
+    "cohere": lambda self, x: layer_norm(x, self.weight, eps=self.variance_epsilon),
+    "torch": lambda self, x: layer_norm(x, self.weight, self.bias, self.eps),
+}
+
+
 def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
-    """``kind``: the name of one of the functions in it."""
-
-    def rms(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.variance_epsilon)
-
-    def rms_of_eps(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-    def rms_alone(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, None, self.eps)
-
-    def zero_centred_rms(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, zero_centered=True)
-
-    def olmo(self: Any, x: Tensor) -> Tensor:
-        return layer_norm(x, eps=1e-5)
-
-    def cohere(self: Any, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, eps=self.variance_epsilon)
-
-    def torch(self: Any, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-    every = (rms, rms_of_eps, rms_alone, zero_centred_rms, olmo, cohere, torch)
-    return {"forward": {f.__name__: f for f in every}[kind]}
+    return {"forward": NORMS[kind]}
 
 
-def gated_mlp(stock: type[nn.Module], activation: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:
+def gated(both: Tensor, activation: Activation, weights: Tensor | None = None) -> Tensor:
+    """The activation of the first half of the features times the second, and times ``weights`` of the rows."""
+    if activation.formula == "silu":
+        return bias_swiglu(both, weights=weights)
+    gate, up = both.chunk(2, dim=-1)
+    return gelu_mul(gate, up, approximate=activation.formula, weights=weights)
+
+
+def gated_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+    formula = activation.formula
+
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        y = self.down_proj(silu_mul(gate, up) if activation == "silu" else gelu_mul(gate, up, approximate=activation))
-        return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else y
+        y = self.down_proj(silu_mul(gate, up) if formula == "silu" else gelu_mul(gate, up, approximate=formula))
+        return F.dropout(y, p=self.residual_dropout, training=self.training) if hasattr(self, "residual_dropout") else y
 
-    return {"forward": forward, "changed": other_activation(*watch)}
+    return {"forward": forward, "changed": other_activation(activation)}
 
 
-def gate_and_up_mlp(stock: type[nn.Module], activation: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:
+def gate_and_up_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
     """Gate and up in one matrix, the gate first."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        both = self.gate_up_proj(hidden_states)
-        if activation == "silu":
-            return self.down_proj(bias_swiglu(both))
-        gate, up = both.chunk(2, dim=-1)
-        return self.down_proj(gelu_mul(gate, up, approximate=activation))
+        y: Tensor = self.down_proj(gated(self.gate_up_proj(hidden_states), activation))
+        return y
 
-    return {"forward": forward, "changed": other_activation(*watch)}
+    return {"forward": forward, "changed": other_activation(activation)}
 
 
-def gelu_mlp(stock: type[nn.Module], approximate: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:
-    """``dropout``: whether by a number of the module, and not by a module of its own."""
+def gelu_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+    """GeLU of one matrix, and dropout by a module or by a number."""
+    approximate = activation.formula
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if stock_class(self.c_fc) is None or is_hooked(self.c_fc):  # an adapter's or a quantised layer, a hook's input
@@ -111,9 +117,18 @@ def gelu_mlp(stock: type[nn.Module], approximate: Activation, watch: Watch, drop
         else:
             hidden_states = self.c_fc(hidden_states, gelu=approximate)
         y = self.c_proj(hidden_states)
-        return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else self.dropout(y)
+        if not hasattr(self, "residual_dropout"):
+            return self.dropout(y)
+        return F.dropout(y, p=self.residual_dropout, training=self.training)
 
-    return {"forward": forward, "changed": other_activation(*watch)}
+    return {"forward": forward, "changed": other_activation(activation)}
+
+
+MLPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "gated": gated_mlp,
+    "gate_and_up": gate_and_up_mlp,
+    "gelu": gelu_mlp,
+}
 
 
 def linear(stock: type[nn.Module]) -> dict[str, Any]:

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from transformers.loss import loss_utils
 
 from parallel_ops.integrations.huggingface._fused import described, is_hooked, stock_class
-from parallel_ops.integrations.huggingface._outputs import (
-    CausalLMOutputWithoutLogits,
-    MoeCausalLMOutputWithoutLogits,
-)
+from parallel_ops.integrations.huggingface._outputs import CausalLMOutputWithoutLogits
 from parallel_ops.integrations.huggingface._use import went_to_stock
 from parallel_ops.ops import cross_entropy
 from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
@@ -129,13 +126,10 @@ def without_logits(model: Any, given: dict[str, Any], stock: Any, kind: str, bas
     elif kind == "softcapped":
         options["softcap"] = model.config.final_logit_softcapping
     loss = _reduced(functools.partial(model.lm_head, hidden, **options), hidden, **of_the_loss)
-    if not mixture:
-        made = MoeCausalLMOutputWithoutLogits if "router_logits" in outputs else CausalLMOutputWithoutLogits
-        return made(loss=loss, **outputs)
-    if given["output_router_logits"]:
+    if mixture and given["output_router_logits"]:
         outputs["aux_loss"] = _auxiliary_loss(model, stock, outputs["router_logits"], given.get("attention_mask"))
         loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
-    return MoeCausalLMOutputWithoutLogits(loss=loss, **outputs)
+    return CausalLMOutputWithoutLogits(loss=loss, **outputs)
 
 
 def _auxiliary_loss(model: Any, stock: Any, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:

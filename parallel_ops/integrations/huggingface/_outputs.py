@@ -16,16 +16,26 @@ _ERROR = (
 )
 
 
-class _WithoutLogits:
+@dataclass
+class CausalLMOutputWithoutLogits(ModelOutput):
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    shared_kv_states: Any = None  # Gemma 4
+
     @property
     def logits(self) -> Tensor:
         raise AttributeError(_ERROR)
 
-    def __getitem__(self: Any, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             if key == "logits":
                 raise KeyError(_ERROR)
-            return super().__getitem__(key)  # type: ignore[misc]
+            return super().__getitem__(key)
         before = tuple(self[name] for name in ("loss", "aux_loss") if name in self)  # logits are next in a tuple
         last = (len(before) + 1 if key.stop is None else key.stop) - 1 if isinstance(key, slice) else key
         if not 0 <= last < len(before):
@@ -34,23 +44,3 @@ class _WithoutLogits:
 
     def to_tuple(self) -> Any:
         raise IndexError(_ERROR)
-
-
-@dataclass
-class CausalLMOutputWithoutLogits(_WithoutLogits, ModelOutput):
-    loss: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    cross_attentions: tuple[Tensor, ...] | None = None
-    shared_kv_states: Any = None  # Gemma 4
-
-
-@dataclass
-class MoeCausalLMOutputWithoutLogits(_WithoutLogits, ModelOutput):
-    loss: Tensor | None = None
-    aux_loss: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    router_logits: tuple[Tensor, ...] | None = None

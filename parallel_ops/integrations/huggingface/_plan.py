@@ -6,40 +6,25 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallel_ops.integrations.huggingface import _trial
+from parallel_ops.integrations.huggingface import _steps, _trial
 from parallel_ops.integrations.huggingface._families import contains_base, is_base, is_composite, stock_of
 from parallel_ops.integrations.huggingface._fused import described, stock_class
-from parallel_ops.integrations.huggingface._steps import (
-    LOSS,
-    Skipped,
-    Step,
-    attention,
-    block_of_experts,
-    experts,
-    gpt2_block,
-    loss,
-    mlp,
-    norm,
-    rotary_tables,
-    router,
-    separate_experts,
-    table_layout,
-)
+from parallel_ops.integrations.huggingface._steps import LOSS, Skipped, Step
 
 OPS = ("norm", "activation", "rotary", "attention", "residual", "router", "experts", "loss")
 
 # The role of a module by the end of its class's name, the op that it is for, and its steps, which try what its forward
 # computes.
 _ROLES = {
-    "RMSNorm": ("norm", norm),
-    "LayerNorm": ("norm", norm),
-    "MLP": ("activation", mlp),
-    "SparseMoeBlock": ("experts", separate_experts),  # before "Block", GPT-2's
-    "Block": ("residual", gpt2_block),
-    "TopKRouter": ("router", router),
-    "Experts": ("experts", experts),
-    "Moe": ("experts", block_of_experts),
-    "RotaryEmbedding": ("rotary", rotary_tables),
+    "RMSNorm": ("norm", _steps.norm),
+    "LayerNorm": ("norm", _steps.norm),
+    "MLP": ("activation", _steps.mlp),
+    "SparseMoeBlock": ("experts", _steps.separate_experts),  # before "Block", GPT-2's
+    "Block": ("residual", _steps.gpt2_block),
+    "TopKRouter": ("router", _steps.router),
+    "Experts": ("experts", _steps.experts),
+    "Moe": ("experts", _steps.block_of_experts),
+    "RotaryEmbedding": ("rotary", _steps.rotary_tables),
 }
 
 
@@ -61,7 +46,7 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
                     done.add(id(module))
                     if stock_class(module) is not None:
                         continue
-                    steps += _steps(path, module, part.config, layouts, ops)
+                    steps += _steps_of(path, module, part.config, layouts, ops)
     for name, part in models:
         if is_composite(part):
             steps += _kept(name, part, ops)
@@ -69,7 +54,7 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
             done.add(id(part))
             stock = stock_of(part)
             if stock is not None and stock_class(part) is None:
-                steps += loss(name, part, stock, skip_logits)
+                steps += _steps.loss(name, part, stock, skip_logits)
     return steps
 
 
@@ -94,7 +79,7 @@ def _is_in_a_base(module: nn.Module, models: list[tuple[str, PreTrainedModel]]) 
 
 def _layouts_of_tables(base: nn.Module) -> set[str | None]:
     """How the rotary tables of a model lie; ``None`` for those that are not recognized."""
-    return {table_layout(m) for m in base.modules() if type(m).__name__.endswith("RotaryEmbedding")}
+    return {_steps.table_layout(m) for m in base.modules() if type(m).__name__.endswith("RotaryEmbedding")}
 
 
 def _kept(name: str, part: PreTrainedModel, ops: Collection[str]) -> Iterator[Step]:
@@ -103,22 +88,24 @@ def _kept(name: str, part: PreTrainedModel, ops: Collection[str]) -> Iterator[St
         path = f"{name}.{child_name}".lstrip(".")
         if child_name == "lm_head":
             if "loss" in ops:
-                yield Skipped(name or type(part).__name__, part, LOSS, "of models of text and images the loss is kept")
+                yield Skipped(name or type(part).__name__, LOSS, "of models of text and images the loss is kept")
         elif not contains_base(child):
-            yield Skipped(path, child, "any op", f"of a {type(part).__name__} the text model alone is served")
+            yield Skipped(path, "any op", f"of a {type(part).__name__} the text model alone is served")
 
 
-def _steps(name: str, module: nn.Module, config: Any, layouts: set[str | None], ops: Collection[str]) -> Iterator[Step]:
+def _steps_of(
+    name: str, module: nn.Module, config: Any, layouts: set[str | None], ops: Collection[str]
+) -> Iterator[Step]:
     stock = stock_of(module)
     if stock is None:
         if type(module) is nn.LayerNorm and "norm" in ops:
-            yield from norm(name, module, nn.LayerNorm)
+            yield from _steps.norm(name, module, nn.LayerNorm)
         return
     kind = stock.__name__
     if kind.endswith(("Block", "DecoderLayer")):
         yield from _unknown_children(name, module)
     if kind.endswith("Attention"):
-        yield from attention(name, module, stock, config, layouts, ops)
+        yield from _steps.attention(name, module, stock, config, layouts, ops)
         return
     for end, (op, steps) in _ROLES.items():
         if kind.endswith(end) and op in ops:
@@ -131,4 +118,4 @@ def _unknown_children(name: str, layer: Any) -> Iterator[Step]:
     for child_name, child in layer.named_children():
         known = isinstance(child, nn.LayerNorm | nn.Dropout) or child_name == "shared_expert_gate"  # a plain linear
         if stock_of(child) is None and not known and not separate:
-            yield Skipped(f"{name}.{child_name}", child, "any op", f"it is a {described(child)}, which is not known")
+            yield Skipped(f"{name}.{child_name}", "any op", f"it is a {described(child)}, which is not known")

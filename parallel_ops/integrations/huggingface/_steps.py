@@ -47,7 +47,6 @@ class Skipped:
     """A module that keeps its forward although a requested op is meant for it."""
 
     name: str
-    module: nn.Module
     op: str
     reason: str
 
@@ -65,7 +64,7 @@ def norm(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     op = "rms_norm" if "rms" in (kind or "") else "layer_norm"
     if kind is None:
         op = "rms_norm" if stock.__name__.endswith("RMSNorm") else "layer_norm"
-        yield Skipped(name, module, op, str(reason))
+        yield Skipped(name, op, str(reason))
         return
     yield _swap(name, module, (op,), _layers.norm, kind)
 
@@ -77,8 +76,8 @@ def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
         return
     name_of_act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), "")
     act = getattr(module, name_of_act, None)
-    activation = None if act is None else _layers.activation_of(act)
-    gelu = activation in ("tanh", "none")
+    activation = None if act is None else _layers.activation_of(module, name_of_act)
+    gelu = activation is not None and activation.formula != "silu"
     one = "c_fc" in module._modules
     op = (
         "bias_gelu"
@@ -94,12 +93,11 @@ def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     if reason is None and (activation is None or (one and not gelu)):
         reason = _no_op(act)
     if reason is None and activation is not None:
-        kind, reason = _formulas.mlp(module, name_of_act, activation)
+        kind, reason = _formulas.mlp(module, activation)
     if kind is None:
-        yield Skipped(name, module, op, str(reason))
+        yield Skipped(name, op, str(reason))
         return
-    watch = (name_of_act, type(act))
-    yield _swap(name, module, (op,), _formulas.MLPS[kind], activation, watch, kind.endswith("dropout"))
+    yield _swap(name, module, (op,), _layers.MLPS[kind], activation)
     linear = getattr(module, "c_fc", None)
     known = {Conv1D: _layers.transposed_linear, nn.Linear: _layers.linear}
     if linear is not None and type(linear) in known and obstacle(linear, type(linear), {"it": linear}) is None:
@@ -124,7 +122,7 @@ def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]
         elif is_hooked(parent) or is_hooked(dropout):
             reason = f"there are hooks on {path} or around it, which must see what dropout leaves"
     if reason:
-        yield Skipped(name, module, "bias_dropout_add", reason)
+        yield Skipped(name, "bias_dropout_add", reason)
         return
     yield _swap(name, module, ("bias_dropout_add",), _layers.gpt2_block)
     for path, dropout in dropouts.items():
@@ -134,7 +132,7 @@ def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]
 def router(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
     kind, reason = (None, obstacle(module, stock)) if obstacle(module, stock) else _formulas.router(module)
     if kind is None:
-        yield Skipped(name, module, "route", str(reason))
+        yield Skipped(name, "route", str(reason))
         return
     yield _swap(name, module, ("route",), _experts.router, kind)
 
@@ -142,21 +140,21 @@ def router(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Ste
 def experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     kind, why, activation = _kind_of_experts(module, stock)
     if kind is None:
-        yield Skipped(name, module, "grouped_linear", why)
+        yield Skipped(name, "grouped_linear", why)
         return
-    watch = None if activation is None else ("act_fn", type(module.act_fn))
-    ops: tuple[str, ...] = ("grouped_linear", "gelu_mul" if activation in ("tanh", "none") else "bias_swiglu")
+    gelu = activation is not None and activation.formula != "silu"
+    ops: tuple[str, ...] = ("grouped_linear", "gelu_mul" if gelu else "bias_swiglu")
     if kind == "every_token":
-        yield _swap(name, module, ops, _weighted_inputs.experts, activation, watch)
+        yield _swap(name, module, ops, _weighted_inputs.experts, activation)
     else:
         ops = ("sort_by_expert", "permute", *ops, "unpermute")
-        yield _swap(name, module, ops, _experts.EXPERTS[kind], activation, watch)
+        yield _swap(name, module, ops, _experts.EXPERTS[kind], activation)
 
 
 def _kind_of_experts(module: Any, stock: type[nn.Module]) -> tuple[str | None, str, Any]:
     """(the forward of ours, why there is none, their activation)"""
     act = getattr(module, "act_fn", None)
-    activation = None if act is None else _layers.activation_of(act)
+    activation = None if act is None else _layers.activation_of(module, "act_fn")
     reason = obstacle(module, stock, {} if act is None else {"its activation": act})
     config = getattr(module, "config", None)
     reason = reason or (None if config is None else _experts.obstacle(config._experts_implementation))
@@ -185,14 +183,14 @@ def block_of_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator
     if reason is None:
         kind, reason = _weighted_inputs.try_block(module, own, activation)
     if reason:
-        yield Skipped(name, module, "permute", reason)
+        yield Skipped(name, "permute", reason)
         return
     yield _swap(name, module, ("sort_by_expert", "permute", "unpermute"), _weighted_inputs.block, type(router))
 
 
 def separate_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     if isinstance(module.experts, nn.ModuleList):
-        yield Skipped(name, module, "grouped_linear", "its experts have separate weights, as before Transformers 5")
+        yield Skipped(name, "grouped_linear", "its experts have separate weights, as before Transformers 5")
 
 
 def attention(
@@ -208,7 +206,7 @@ def attention(
         pairs, why = _rotation(stock, rotations[0], layouts)
         if reason or why:
             pairs = None
-            yield Skipped(name, module, "rotary_embedding_qk", reason or why or "")
+            yield Skipped(name, "rotary_embedding_qk", reason or why or "")
     if "attention" in ops and uses(stock.forward, "ALL_ATTENTION_FUNCTIONS"):
         sinks = hasattr(module, "sinks") and uses(stock.forward, "eager_attention_forward")
         kind = "eager" if sinks else "sdpa"  # which Transformers takes for models with sinks
@@ -221,7 +219,7 @@ def attention(
             why = why or _formulas.core(ALL_ATTENTION_FUNCTIONS["sdpa"])[1]
         core = None if reason or why else kind
         if core is None:
-            yield Skipped(name, module, "flash_attention", reason or why or "")
+            yield Skipped(name, "flash_attention", reason or why or "")
     if pairs or core:
         replaced = ("rotary_embedding_qk",) * bool(pairs) + ("flash_attention",) * bool(core)
         yield _swap(name, module, replaced, _attention.attention, pairs, core)
@@ -265,7 +263,7 @@ def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> I
     if kind in ("divided", "multiplied") and head.bias is not None:
         kind, reason = None, "its lm_head has a bias, and its logits are scaled"
     if kind is None:
-        yield Skipped(name or type(module).__name__, module, LOSS, str(reason))
+        yield Skipped(name or type(module).__name__, LOSS, str(reason))
         return
     yield _swap(name or type(module).__name__, module, (LOSS,), _loss.causal_lm, skip_logits, kind, base_of(module))
     yield _swap(f"{name}.lm_head".lstrip("."), head, (), _loss.head)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from parallel_ops.integrations.huggingface._formulas import HIDDEN, INNER, SIZES
 from parallel_ops.integrations.huggingface._fused import described, is_hooked, kept_ops, ops_of, stock_class
-from parallel_ops.integrations.huggingface._layers import Activation, Watch, other_activation
+from parallel_ops.integrations.huggingface._layers import Activation, gated, other_activation
 from parallel_ops.integrations.huggingface._trial import Draw, Verdict, stand_in, tried
 from parallel_ops.integrations.huggingface._use import went_to_stock
-from parallel_ops.ops import ExpertOrder, bias_swiglu, gelu_mul, grouped_linear, permute, sort_by_expert, unpermute
+from parallel_ops.ops import ExpertOrder, grouped_linear, permute, sort_by_expert, unpermute
 
 
-def experts(stock: type[nn.Module], activation: Activation, watch: Watch) -> dict[str, Any]:
+def experts(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
     """The rows of all experts, in equal parts, as stock; with an order those that it says."""
 
     def forward(self: Any, hidden_states: Tensor, order: ExpertOrder | None = None) -> Tensor:
@@ -31,14 +31,9 @@ def experts(stock: type[nn.Module], activation: Activation, watch: Watch) -> dic
                 went_to_stock(self, "grouped_linear", "got every token for every expert")
             return stock.forward(self, hidden_states)
         rows = grouped_linear(hidden_states, self.gate_up_proj.transpose(1, 2), order.offs)
-        if activation == "silu":
-            rows = bias_swiglu(rows)
-        else:
-            gate, up = rows.chunk(2, dim=-1)
-            rows = gelu_mul(gate, up, approximate=activation)
-        return grouped_linear(rows, self.down_proj.transpose(1, 2), order.offs)
+        return grouped_linear(gated(rows, activation), self.down_proj.transpose(1, 2), order.offs)
 
-    return {"forward": forward, "changed": other_activation(*watch)}
+    return {"forward": forward, "changed": other_activation(activation)}
 
 
 def block(stock: type[nn.Module], router: type[nn.Module]) -> dict[str, Any]:
@@ -85,7 +80,7 @@ def try_experts(module: Any, activation: Activation) -> Verdict:
     def equal_parts(draw: Draw) -> tuple[Any, ...]:
         return _stand_in_experts(module, draw, 5), draw.rows(5 * 7, HIDDEN)
 
-    forward = experts(type(module), activation, ("act_fn", type(module.act_fn)))["forward"]
+    forward = experts(type(module), activation)["forward"]
 
     def ours(made: Any, rows: Tensor) -> Tensor:
         ends = torch.arange(7, 36, 7, dtype=torch.int32)
@@ -97,7 +92,7 @@ def try_experts(module: Any, activation: Activation) -> Verdict:
 
 def try_block(module: Any, own: Any, activation: Activation) -> Verdict:
     """Tries a block with its router and with the experts ``own``."""
-    router, given = module.router, experts(type(own), activation, ("act_fn", type(own.act_fn)))["forward"]
+    router, given = module.router, experts(type(own), activation)["forward"]
 
     def blocks(draw: Draw) -> tuple[Any, ...]:
         n = int(module.top_k) + 3

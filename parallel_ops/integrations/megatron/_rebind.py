@@ -7,7 +7,6 @@ so existing instances have the new one too.
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
 
@@ -77,7 +76,7 @@ def _modules(package: str) -> list[Any]:
     ]
 
 
-class Replaced(Mapping[str, Any]):
+class Replaced(dict[str, Any]):
     """Maps the full names that were replaced, such as ``"megatron.core.transformer.mlp.bias_gelu_impl"``, to their
     former objects (``None`` if the name did not exist).
 
@@ -96,6 +95,7 @@ class Replaced(Mapping[str, Any]):
             for binding in reversed(done):
                 binding.bind(binding.old)
             raise
+        super().__init__({b.full_name: None if b.old is MISSING else b.old for b in bindings})
 
     def undo(self) -> None:
         """Restores all names, also in modules that were imported since. A second call does nothing.
@@ -104,6 +104,7 @@ class Replaced(Mapping[str, Any]):
             RuntimeError: a name has been bound to something else since. It keeps that; all others are restored.
         """
         bindings, self._bindings = self._bindings, []
+        self.clear()
         taken = [b.full_name for b in bindings if b.current() is not b.new]
         for binding in reversed(bindings):
             if binding.current() is binding.new:
@@ -120,15 +121,3 @@ class Replaced(Mapping[str, Any]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.undo()
-
-    def __getitem__(self, name: str) -> Any:
-        for binding in self._bindings:
-            if binding.full_name == name:
-                return None if binding.old is MISSING else binding.old
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (binding.full_name for binding in self._bindings)
-
-    def __len__(self) -> int:
-        return len(self._bindings)

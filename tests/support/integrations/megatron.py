@@ -22,6 +22,8 @@ from parallel_ops.integrations.megatron._rebind import Binding, Replaced
 from support.numerics.recorded_calls import recorded_calls
 
 VOCAB, LENGTH, BATCH, MICRO_BATCHES = 64, 16, 2, 2
+# SwiGLU, as most models have it.
+GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
 
 
 @dataclass(frozen=True)
