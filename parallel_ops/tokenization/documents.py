@@ -81,7 +81,7 @@ def files_of(inputs: Sequence[Path], options: Options) -> Found:
     for path in map(expanded, inputs):
         own = find(path, reason, deep=True)
         if not own.files:
-            known = (*formats.JSON, *formats.PARQUET, *(() if options.chat else formats.TEXT))
+            known = [suffix for suffix, kind in formats.KINDS.items() if not options.chat or kind != "text"]
             raise ValueError(f"{path} has no file that ends in {', '.join(known)}")
         found.files += own.files
         found.unread += own.unread
@@ -144,8 +144,7 @@ def documents(part: Part, options: Options) -> Iterator[Document]:
     if part.kind == "json":
         rows = formats.json_lines(part.path, _content(part), part.start)
     else:
-        columns = [name for name in (options.key, *ROW_KEYS) if name in _columns(part.path)]
-        rows = formats.parquet_rows(part.path, part.start, part.stop, list(dict.fromkeys(columns)))
+        rows = formats.parquet_rows(part.path, part.start, part.stop, {options.key, *ROW_KEYS})
     for row, place in rows:
         yield from _pieces(value_of(row, options, place))
 
@@ -206,17 +205,12 @@ def _texts(part: Part, separator: str | None) -> Iterator[Document]:
             lines = []
 
 
-def _columns(path: str) -> list[str]:
-    return list(formats.open_parquet(path).schema_arrow.names)
-
-
 def _row_groups(file: Path, size: int, key: str, most: int) -> list[Part]:
     opened = formats.open_parquet(str(file))
     names = opened.schema_arrow.names
     if key not in names:
         raise ValueError(f"{file} has no column {key!r}; it has {', '.join(names)}; --key names the one")
-    groups = opened.metadata
-    sizes = [groups.row_group(number).total_byte_size for number in range(groups.num_row_groups)]
+    sizes = [opened.metadata.row_group(number).total_byte_size for number in range(opened.num_row_groups)]
     found, start = [], 0
     for stop in range(1, len(sizes) + 1):
         if stop == len(sizes) or sum(sizes[start : stop + 1]) > most:

@@ -5,13 +5,13 @@ import importlib
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from parallel_ops._internal.files import suffix_of
 
-JSON, TEXT, PARQUET = (".jsonl", ".ndjson", ".json"), (".txt", ".md"), (".parquet",)
+KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 # Several files in one, which would be read as one text.
 ARCHIVES = (".tar", ".zip", ".7z", ".rar", ".tgz", ".tbz", ".tbz2", ".txz")
 # Bytes that are decompressed at once: what follows the end of a member is copied.
@@ -36,9 +36,10 @@ COMPRESSED: dict[str, Callable[[], Any]] = {
 
 def kind_of(file: Path) -> str | None:
     """``"json"``, ``"parquet"`` or ``"text"`` by the suffix, before that of a compression; ``None`` for another one."""
-    inner = suffix_of(Path(file.stem)) if suffix_of(file) in COMPRESSED else suffix_of(file)
-    kinds = {**dict.fromkeys(JSON, "json"), **dict.fromkeys(TEXT, "text"), ".parquet": "parquet"}
-    return None if inner in PARQUET and suffix_of(file) in COMPRESSED else kinds.get(inner)
+    if suffix_of(file) not in COMPRESSED:
+        return KINDS.get(suffix_of(file))
+    kind = KINDS.get(suffix_of(Path(file.stem)))
+    return None if kind == "parquet" else kind
 
 
 def check_name(file: Path) -> None:
@@ -53,7 +54,7 @@ def check_name(file: Path) -> None:
         inner = suffix_of(Path(file.stem))
     if suffix_of(file) in ARCHIVES or inner in ARCHIVES:
         raise ValueError(f"{file} is an archive of files; unpack it, and name the files or their folder")
-    if inner in PARQUET:
+    if inner == ".parquet":
         raise ValueError(f"{file} is Parquet in another compression; unpack it")
 
 
@@ -141,11 +142,12 @@ def open_parquet(path: str) -> Any:
         raise ValueError(f"{path} is not Parquet, or damaged: {error}") from None
 
 
-def parquet_rows(path: str, start: int, stop: int, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of the row groups ``start`` to ``stop``, without keys whose value is null in structs."""
+def parquet_rows(path: str, start: int, stop: int, columns: Collection[str]) -> Iterator[Row]:
+    """The rows of the row groups ``start`` to ``stop``, of the columns that are there, without nulls in structs."""
     opened = open_parquet(path)
     number = sum(opened.metadata.row_group(group).num_rows for group in range(start))
-    batches = opened.iter_batches(1000, row_groups=range(start, stop), columns=list(columns))
+    there = [name for name in opened.schema_arrow.names if name in columns]
+    batches = opened.iter_batches(1000, row_groups=range(start, stop), columns=there)
     while True:
         try:
             batch = next(batches, None)

@@ -5,7 +5,7 @@ A key that would change what is learnt is used, or refused by name unless it is 
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,33 +121,21 @@ def mended(value: Any) -> Any:
     return value
 
 
-def has_any(given: Conversation, texts: Iterable[str]) -> bool:
-    """True if one of the texts is in the messages or tools."""
-    content = json.dumps([given.messages, given.tools], ensure_ascii=False)
-    return any(json.dumps(text, ensure_ascii=False)[1:-1] in content for text in texts)
-
-
 def replaced(given: Conversation, texts: dict[str, str]) -> Conversation:
-    """A conversation with other texts for some in its messages and tools, longer ones first.
+    """A conversation with other texts for some in its messages and tools, longer ones first; itself if it has none.
 
     Raises:
-        ValueError: It has one of the other texts already.
+        ValueError: It has some, and one of the other texts already.
     """
-    wanted = re.compile("|".join(map(re.escape, texts)))
-    others = re.compile("|".join(map(re.escape, texts.values())))
-
-    def change(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {change(key): change(own) for key, own in value.items()}
-        if isinstance(value, list):
-            return [change(own) for own in value]
-        if isinstance(value, str):
-            if taken := others.search(value):
-                raise ValueError(f"the character U+{ord(taken[0]):X} of private use is taken; --split-special-tokens")
-            return wanted.sub(lambda match: texts[match[0]], value)
-        return value
-
-    return replace(given, messages=change(given.messages), tools=change(given.tools))
+    written = {json.dumps(text, ensure_ascii=False)[1:-1]: other for text, other in texts.items()}
+    content = json.dumps([given.messages, given.tools], ensure_ascii=False)
+    found = re.sub("|".join(map(re.escape, written)), lambda match: written[match[0]], content)
+    if found == content:
+        return given
+    if taken := re.search("|".join(texts.values()), content):
+        raise ValueError(f"the character U+{ord(taken[0]):X} of private use is taken; --split-special-tokens")
+    messages, tools = json.loads(found)
+    return replace(given, messages=messages, tools=tools)
 
 
 def _content(value: Any, place: Callable[[], str]) -> str | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from parallel_ops._internal.files import read_json
 from parallel_ops.tokenization.chat import Chat
 from parallel_ops.tokenization.documents import Document
-from parallel_ops.tokenization.messages import Conversation, has_any, replaced
+from parallel_ops.tokenization.messages import Conversation, replaced
 from parallel_ops.tokenization.options import Options
 
 # Names of the end of a document, of a tokenizer.json alone, which does not say which token that is.
@@ -96,8 +96,9 @@ class Encoder:
         if isinstance(given, str):  # null
             return np.empty(0, self.dtype), np.empty(0, np.uint8)
         try:
-            if self._split and has_any(given, self._stand_ins):
-                ids, offsets, text, spans = self._split_tokens(chat, given)
+            named = replaced(given, self._stand_ins) if self._split and self._stand_ins else given
+            if named is not given:
+                ids, offsets, text, spans = self._split_tokens(chat, named)
             else:
                 text, spans = chat.render(given)
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -116,13 +117,13 @@ class Encoder:
     def _split_tokens(self, chat: Chat, given: Conversation) -> tuple[list[int], list[Span], str, list[Span]]:
         """Ids, offsets, rendered text and spans of messages in which names of special tokens are text.
 
-        The template renders messages with one character in the place of each such name. The text between the special
-        tokens of the rendered text is then encoded by itself, with the names.
+        ``given`` has one character in the place of each such name. The text between the special tokens of the rendered
+        text is then encoded by itself, with the names.
 
         Raises:
             ValueError: The tokenizer encodes what is between special tokens otherwise by itself.
         """
-        rendered, spans = chat.render(replaced(given, self._stand_ins))
+        rendered, spans = chat.render(given)
         names = {character: name for name, character in self._stand_ins.items()}
         plain = "".join(character for character in rendered if character not in names)
         if self._between(plain, {})[0] != self._tokenizer.encode(plain, add_special_tokens=False).ids:
