@@ -161,19 +161,15 @@ class _Reader:
             self.left = {key: value for key, value in self.left.items() if not key.startswith("fp16.")}
 
     def _zero(self) -> None:
-        places = [
-            (name, self.take(f"zero_optimization.{name}.device", str))
-            for name in ("offload_optimizer", "offload_param")
-        ]
-        for name, place in places:
+        optimizer, parameters = (f"zero_optimization.{name}.device" for name in ("offload_optimizer", "offload_param"))
+        found = {key: self.take(key, str) for key in (optimizer, parameters)}
+        for key, place in found.items():
             if place not in (None, "none", "cpu"):
-                raise self._error(f"zero_optimization.{name}.device", f"cannot be {place!r}: only the CPU is supported")
-        found = dict(places)
-        if found["offload_param"] == "cpu" and found["offload_optimizer"] != "cpu":
+                raise self._error(key, f"cannot be {place!r}: only the CPU is supported")
+        if found[parameters] == "cpu" and found[optimizer] != "cpu":
             raise self._error("zero_optimization.offload_param", "needs offload_optimizer: both are offloaded together")
-        if found["offload_optimizer"] is not None:
-            wanted = "optimizer" if found["offload_optimizer"] == "cpu" else "none"
-            self.put("parallel", "offload", wanted, "zero_optimization.offload_optimizer.device")
+        if found[optimizer] is not None:
+            self.put("parallel", "offload", "optimizer" if found[optimizer] == "cpu" else "none", optimizer)
 
     def _parallel(self, ranks: int | None) -> None:
         context = self.take("sequence_parallel_size", int)
@@ -200,20 +196,19 @@ class _Reader:
     def _batches(self, dp: int) -> None:
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         whole, micro, accumulation = (self.take(key, int) for key in keys)
-        parallel, known = self.settings["parallel"], Plan()
-        if micro is None:
-            if whole is not None and accumulation is not None:
-                micro = whole // (accumulation * dp)
-            else:
-                micro = parallel.get("micro_batch", known.micro_batch)
-        if whole is None and accumulation is not None:
+        parallel = self.settings["parallel"]
+        if micro is None and whole is not None and accumulation is not None:
+            micro = whole // (accumulation * dp)
+        elif micro is None:
+            micro = parallel.get("micro_batch", Plan().micro_batch)
+        if accumulation is not None:
+            if whole not in (None, micro * accumulation * dp):
+                raise self._error(
+                    keys[0],
+                    f"is {whole}, not {micro} of {keys[1]} x {accumulation} of {keys[2]} x {dp} data-parallel ranks",
+                )
             whole = micro * accumulation * dp
-        if whole is not None and accumulation is not None and whole != micro * accumulation * dp:
-            raise self._error(
-                keys[0],
-                f"is {whole}, not {micro} of {keys[1]} x {accumulation} of {keys[2]} x {dp} data-parallel ranks",
-            )
-        if whole is None and "global_batch" not in parallel:
+        elif whole is None and "global_batch" not in parallel:
             whole = micro * dp
         self.put("parallel", "micro_batch", micro, keys[1])
         if whole is not None:
