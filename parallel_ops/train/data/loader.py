@@ -30,7 +30,7 @@ class Loader:
         by_length: ByLength | None = None,
     ) -> None:  # fmt: skip
         self._layout, self._by_length = layout, by_length
-        self.samples, self.global_batch, self.vocabulary, self.pinned = samples, global_batch, vocabulary, pinned
+        self.samples, self.vocabulary, self.pinned = samples, vocabulary, pinned
         self._sizes = {
             "global_batch": global_batch, "micro_batch": micro_batch, "replicas": replicas, "replica": replica,
         }  # fmt: skip
@@ -48,10 +48,8 @@ class Loader:
         if self._ahead is None or self._ahead[0] != samples_seen:
             self._ahead = samples_seen, self._reader.submit(self._read, samples_seen)
         batches = self._ahead[1].result()
-        self._ahead = (
-            samples_seen + self.global_batch,
-            self._reader.submit(self._read, samples_seen + self.global_batch),
-        )
+        following = samples_seen + self._sizes["global_batch"]
+        self._ahead = following, self._reader.submit(self._read, following)
         return batches
 
     def close(self) -> None:

@@ -24,15 +24,9 @@ _KEYS = 1
 
 
 class Permutation:
-    """A bijection of ``0 .. size - 1``: the same for the same size, seed and epoch, on any machine.
-
-    Raises:
-        ValueError: a size below 1.
-    """
+    """A bijection of ``0 .. size - 1``: the same for the same size, seed and epoch, on any machine."""
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:
-        if size < 1:
-            raise ValueError(f"Permutation: size must be at least 1, got {size}")
         self.size = size
         bits = (size - 1).bit_length()
         # Shift and mask of the right half, in the first round and in the second.

@@ -1,8 +1,7 @@
 """Splits a stream of documents in two: what is trained on, and what is held out for evaluation."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,37 +19,26 @@ class Slice:
 
     def __init__(self, file: Documents, first: int, last: int) -> None:
         self._file, self._first, self._last = file, first, last
+        self.path, self.dtype, self.masks = file.path, file.dtype, file.masks
         ends = np.cumsum(file.lengths)
         self._before = int(np.searchsorted(ends, first, side="right"))  # documents that end before
         inside = ends[self._before : int(np.searchsorted(ends, last, side="left")) + 1]
         self._skipped = first - int(ends[self._before - 1] if self._before else 0)
         self.lengths: NDArray[np.int64] = np.diff(np.minimum(inside, last), prepend=first)
 
-    @property
-    def path(self) -> Path:
-        return self._file.path
-
-    @property
-    def dtype(self) -> np.dtype[np.integer]:
-        return self._file.dtype
-
-    @property
-    def masks(self) -> Sequence[str]:
-        return self._file.masks
-
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """At most ``length`` tokens of a document, from ``start`` on."""
-        left = max(0, int(self.lengths[number]) - start)
-        skipped = self._skipped if number == 0 else 0
-        return self._file.document(
-            self._before + number, skipped + start, left if length is None else min(length, left)
-        )
+        return self._file.document(*self._place(number, start, length))
 
     def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_] | None:
         """Whether ``length`` tokens of a document count in the loss; ``None`` if all of the file do."""
-        skipped = self._skipped if number == 0 else 0
+        return self._file.counted(*self._place(number, start, length))
+
+    def _place(self, number: int, start: int, length: int | None) -> tuple[int, int, int]:
+        """The same in the file."""
         left = max(0, int(self.lengths[number]) - start)
-        return self._file.counted(self._before + number, skipped + start, min(length, left))
+        first = start + (self._skipped if number == 0 else 0)
+        return self._before + number, first, left if length is None else min(length, left)
 
     def blocks(self) -> Iterator[Block]:
         """All tokens, in arrays of some megabytes, read lazily."""

@@ -116,20 +116,6 @@ class TestMask:
                 want[want == token] = IGNORE_INDEX
             assert a.targets.tolist() == want.tolist()
 
-    def test_a_mask_beside_a_token_file(self, tmp_path):
-        from parallel_ops.tokenization import indexed
-
-        np.arange(10, dtype="uint16").tofile(tmp_path / "a.bin")
-        with (tmp_path / "a.idx").open("wb") as file:
-            indexed.write(file, np.array([4, 6]), np.dtype("uint16"))
-        mask = np.array([0, 1] * 5, np.uint8)
-        mask.tofile(tmp_path / "a.mask")
-        stream = TokenStream([tmp_path])
-        assert stream.masked and stream.skipped == [] and stream.counted(1, 1, 3).tolist() == [True, False, True]
-        mask[1:].tofile(tmp_path / "a.mask")
-        with pytest.raises(ValueError, match=r"a\.mask has 9 bytes, but .*a\.bin has 10 tokens"):
-            TokenStream([tmp_path])
-
 
 def sources_of(folder, sizes=(40, 300)):
     """Streams of token files: of the first the tokens are below 1000, and so on."""
@@ -199,12 +185,8 @@ class TestMixture:
     ("data", "message"),
     [
         ({"paths": []}, r"data\.paths: .* at least 1 item"),
-        ({"sources": [{"paths": ["a"], "weight": 1.0}]}, r"data\.sources must be left out with data\.paths: give one"),
         ({"sources": [{"paths": ["a"], "wait": 1.0}]}, r"unknown key data\.sources\.0\.wait; nearest: weight"),
         ({"sources": [{"paths": ["a"], "weight": 0.0}]}, r"data\.sources\.0\.weight: .* greater than 0, got 0\.0"),
-        ({"sources": [{"weight": 1.0}]}, r"data\.sources\.0\.paths is missing"),
-        ({"packing": "worst_fit"}, r"data\.packing: input should be 'concatenate' or 'best_fit', got 'worst_fit'"),
-        ({"prompt_loss": 1}, r"data\.prompt_loss: input should be a valid boolean, got 1"),
         ({"sources": "a"}, r"data\.sources: must be a list"),
     ],
 )
