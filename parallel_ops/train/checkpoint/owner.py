@@ -60,7 +60,7 @@ def _locked(path: Path, token: str) -> TextIO:
             file.close()
             raise CheckpointError(
                 f"checkpoint.dir {path.parent} is in use by another run, {_named(_read(path) or {})}: wait for its "
-                "end, or name another folder"
+                f"end, or name another folder; delete {path.name} there only if that host is lost"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
