@@ -7,8 +7,7 @@ from ptx import aot
 from ptx.execution import rerun
 from ptx.kernels import check_compiled, meta, poisoned
 from support.numerics import suite
-from support.numerics.rotary import angles
-from support.numerics.suite import DTYPES, randn
+from support.numerics.suite import DTYPES, angles, randn
 
 
 def launches(dtype, dims, rotated):

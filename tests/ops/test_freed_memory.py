@@ -20,8 +20,7 @@ from parallel_ops.ops.attention.options import AttentionOptions
 from parallel_ops.ops.attention.ranges import MaskBounds
 from support.numerics.calls import BIAS, HEADS, TARGET, X
 from support.numerics.forms import EVERY
-from support.numerics.rotary import angles
-from support.numerics.suite import RecordedOps, outputs_of
+from support.numerics.suite import RecordedOps, angles, outputs_of
 
 ops = torch.ops.parallel_ops
 LOSS = (0.1, 0.0, 0.0, -100, False, 0)

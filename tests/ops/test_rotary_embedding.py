@@ -9,8 +9,7 @@ from parallel_ops import rotary_embedding, rotary_embedding_qk
 from parallel_ops._internal.tensor_format import from_sbhd, to_sbhd
 from parallel_ops.ops import rotary_embedding_reference
 from support.numerics import suite
-from support.numerics.rotary import angles
-from support.numerics.suite import DEVICES, DTYPES, randn, refuses
+from support.numerics.suite import DEVICES, DTYPES, angles, randn, refuses
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 interleavings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

@@ -24,8 +24,7 @@ from parallel_ops import (
 )
 from parallel_ops._internal.dispatch.registration import cuda_kernels
 from support.numerics.calls import CALLS, TARGET, X
-from support.numerics.rotary import angles
-from support.numerics.suite import outputs_of, randn
+from support.numerics.suite import angles, outputs_of, randn
 
 ENDS = torch.tensor([2, 5], dtype=torch.int32)
 WEIGHT, EXPERTS = randn(4, 8, dtype=torch.float32), randn(2, 4, 8, dtype=torch.float32)

@@ -284,9 +284,8 @@ def test_bad_arguments_are_named(device):
     wrong(ValueError, r"logits must be \[t, n\] with at least one expert, got \[4, 2, 4\]", x.view(4, 2, 4), 2)
     wrong(ValueError, "top_k must be from 1 to 8, the 8 experts, got 9", x, 9)
     wrong(ValueError, "top_k must be from 1 to 8, the 8 experts, got 0", x, 0)
-    wrong(
-        ValueError, "top_k must be from 1 to 4, the 4 experts of the best 2 groups, got 5", x, 5, groups=4, top_groups=2
-    )
+    few = "top_k must be from 1 to 4, the 4 experts of the best 2 groups, got 5"
+    wrong(ValueError, few, x, 5, groups=4, top_groups=2)
     wrong(ValueError, "groups must divide the 8 experts, got 3", x, 2, groups=3)
     wrong(ValueError, "top_groups must be from 1 to groups, 4, got 5", x, 2, groups=4, top_groups=5)
     wrong(ValueError, r"bias must be \[8\], one for each expert, got \[7\]", x, 2, bias=x[0, :7])

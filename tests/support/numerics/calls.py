@@ -19,8 +19,7 @@ from parallel_ops import (
     unpermute,
     vocab_parallel_cross_entropy,
 )
-from support.numerics.rotary import angles
-from support.numerics.suite import randn
+from support.numerics.suite import angles, randn
 
 X, BIAS = randn(6, 8, dtype=torch.float32), randn(8, dtype=torch.float32, seed=1)
 TARGET = torch.arange(6)

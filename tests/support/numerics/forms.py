@@ -24,8 +24,7 @@ from parallel_ops import (
     unpermute,
 )
 from support.numerics.experts import random_experts
-from support.numerics.rotary import angles
-from support.numerics.suite import randn
+from support.numerics.suite import angles, randn
 
 
 class Form(NamedTuple):

@@ -175,6 +175,13 @@ def randn(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0, s
     return (scale * torch.randn(*shape, generator=generator)).to(device, dtype).requires_grad_()
 
 
+def angles(positions: int, half: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    """cos and sin of rotary embeddings as models have them: base 10,000, computed in fp64."""
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(1, half))
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+    return [t.to(device, dtype) for t in (angle.cos(), angle.sin())]
+
+
 def rows_far_apart(*shape: int, seed: int = 0) -> Tensor:
     """Rows of sizes that lie far apart, with the outliers that activations have."""
     generator = torch.Generator().manual_seed(seed)
