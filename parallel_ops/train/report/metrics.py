@@ -89,24 +89,14 @@ class Metrics:
             with self._optional(str(self.settings.jsonl)):
                 written = self._jsonl.write(self._lines.encode())
                 self._lines = self._lines[written:]
+        values = {name: value for name, value in record.items() if name != "step" and value is not None}
         if self._board is not None:
             with self._optional(f"logging.tensorboard {self.settings.tensorboard}"):
-                self._add_to_board(step, record, rate)
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, step.number)
         if self._wandb is not None:
-            values = {name: value for name, value in record.items() if name != "step" and value is not None}
             with self._optional("logging.wandb"):
                 self._wandb.log(values, step=step.number)
-
-    def _add_to_board(self, step: "Step", record: dict[str, Any], rate: float) -> None:
-        for name in ("loss", "grad_norm", "lr", "evaluation_loss"):
-            if (value := getattr(step, name)) is not None:
-                self._board.add_scalar(name, value, step.number)
-        for name, value in (step.experts or {}).items():
-            self._board.add_scalar(name, value, step.number)
-        self._board.add_scalar("tokens_per_second", rate, step.number)
-        for name in ("tokens_per_second_per_gpu", "mfu"):
-            if name in record:
-                self._board.add_scalar(name, record[name], step.number)
 
     @contextlib.contextmanager
     def _optional(self, name: str) -> Iterator[None]:

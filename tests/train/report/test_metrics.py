@@ -79,10 +79,29 @@ def wandb(monkeypatch):
     return made
 
 
-def test_weights_and_biases_get_every_step(data, wandb):
-    """Its errors do not end a run."""
-    evaluation = {"share": 0.1, "interval": 2, "sequences": 4}
-    runs.train(0, runs.settings_of(data, logging={"wandb": "mine"}, evaluation=evaluation))
+class Board(Wandb):
+    """A stand-in of ``torch.utils.tensorboard`` and of its writer."""
+
+    def SummaryWriter(self, folder, purge_step):
+        return self.init(folder=folder, purge_step=purge_step)
+
+    def add_scalar(self, name, value, step):
+        self.log({name: value}, step)
+
+    close = Wandb.finish
+
+
+def test_tensorboard_and_weights_and_biases_get_every_step(data, tmp_path, wandb, monkeypatch):
+    """Their errors do not end a run."""
+    board, evaluation = Board(), {"share": 0.1, "interval": 2, "sequences": 4}
+    monkeypatch.setitem(sys.modules, "tensorboard", board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    logging = {"wandb": "mine", "tensorboard": str(tmp_path), "jsonl": str(tmp_path / "log")}
+    runs.train(0, runs.settings_of(data, logging=logging, evaluation=evaluation))
+    assert board.started == [{"folder": str(tmp_path), "purge_step": 1}]
+    values = [{"step": row["step"], name: value} for row in wandb.rows for name, value in row.items() if name != "step"]
+    assert board.rows == values
+    assert wandb.rows == [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     ((first,), rows) = wandb.started, wandb.rows
     assert first["project"] == "mine" and first["config"]["optimizer"]["lr"] == 1e-2
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and all("loss" in row and "lr" in row for row in rows)
