@@ -115,6 +115,14 @@ def _extract(machine: "Machine", i: Instruction) -> Array:
     return np.where(count == 0, 0, np.right_shift(np.left_shift(x, up.astype(x.dtype)), down)).astype(x.dtype)
 
 
+def _insert(machine: "Machine", i: Instruction) -> Array:
+    """bfi: some bits of a into b."""
+    a, b = (machine.read(o, i.kind) for o in i.operands[1:3])
+    first, count = ((machine.read(o, "u32") & 0xFF).astype(np.uint64) for o in i.operands[3:5])
+    field = (((np.uint64(1) << np.minimum(count, np.uint64(63))) - np.uint64(1)) << first).astype(a.dtype)
+    return (b & ~field) | (_shift(a, first.astype(np.uint32), left=True) & field)
+
+
 def _permute(machine: "Machine", i: Instruction) -> Array:
     """prmt: each byte of the result is one of the eight of a and b, or that byte's sign."""
     a, b, selection = (np.atleast_1d(machine.read(o, "b32")).astype(np.uint64) for o in i.operands[1:4])
@@ -128,8 +136,47 @@ def _permute(machine: "Machine", i: Instruction) -> Array:
     return machine.wide(result.astype(np.uint32).squeeze())
 
 
+def _lookup(machine: "Machine", i: Instruction) -> Array:
+    """lop3: any function of three bits, as a table of eight."""
+    a, b, c = (np.asarray(machine.read(o, "b32")) for o in i.operands[1:4])
+    table = int(machine.read(i.operands[4], "u32"))
+    result = np.zeros(1, np.uint32)
+    for row in range(8):
+        if table >> row & 1:
+            result = result | ((a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c))
+    return machine.wide(result.squeeze())
+
+
+def _funnel(machine: "Machine", i: Instruction) -> Array:
+    """shf: a shift of the 64 bits b:a, the upper (left) or lower (right) half of which is the result."""
+    low, high, by = (np.atleast_1d(machine.read(o, "b32")).astype(np.uint64) for o in i.operands[1:4])
+    by = by & np.uint64(31) if "wrap" in i.modifiers else np.minimum(by, np.uint64(32))
+    both = low | (high << np.uint64(32))
+    shifted = (both << by) >> np.uint64(32) if "l" in i.modifiers else both >> by
+    return machine.wide(shifted.astype(np.uint32).squeeze())
+
+
+def _count_ones(machine: "Machine", i: Instruction) -> Array:
+    return np.bitwise_count(machine.read(i.operands[1], i.kind)).astype(np.uint32)
+
+
+def _leading_zeros(machine: "Machine", i: Instruction) -> Array:
+    x = np.asarray(machine.read(i.operands[1], i.kind))
+    for k in range(bits(i.kind).bit_length() - 1):
+        x = x | (x >> x.dtype.type(1 << k))
+    return np.uint32(bits(i.kind)) - np.bitwise_count(x).astype(np.uint32)
+
+
+def _reverse(machine: "Machine", i: Instruction) -> Array:
+    x = machine.wide(machine.read(i.operands[1], i.kind))
+    width = bits(i.kind)
+    bit = [((x >> x.dtype.type(k)) & x.dtype.type(1)) << x.dtype.type(width - 1 - k) for k in range(width)]
+    return np.bitwise_or.reduce(bit)
+
+
 _SPECIAL: dict[str, Callable[["Machine", Instruction], Array]] = {
-    "shl": _shift_left, "shr": _shift_right, "bfe": _extract, "prmt": _permute,
+    "shl": _shift_left, "shr": _shift_right, "bfe": _extract, "bfi": _insert, "prmt": _permute, "lop3": _lookup,
+    "shf": _funnel, "popc": _count_ones, "clz": _leading_zeros, "brev": _reverse,
 }  # fmt: skip
 
 

@@ -251,6 +251,17 @@ def _reduce(machine: "Machine", instruction: Instruction, mask: Array | None) ->
     machine.write(instruction.operands[0], np.repeat(functions[operation].reduce(x, axis=1), 32).astype(x.dtype), mask)
 
 
+def _vote(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
+    machine.whole_warps(mask, "vote")
+    x = machine.wide(machine.read(instruction.operands[1], "pred")).reshape(-1, 32)
+    mode = instruction.modifiers[1]
+    if mode == "ballot":
+        packed = (x.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)
+        machine.write(instruction.operands[0], np.repeat(packed, 32), mask)
+    else:
+        machine.write(instruction.operands[0], np.repeat({"any": x.any(1), "all": x.all(1)}[mode], 32), mask)
+
+
 def _nothing(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
     """Orders what happens here one after the other anyway."""
 
@@ -271,6 +282,7 @@ _HANDLERS: dict[str, Handler] = {
     "cp.async.wait_all": _wait,
     "shfl": _shuffle,
     "redux": _reduce,
+    "vote": _vote,
     "bar": _nothing,  # bar.warp.sync
     "fence": _nothing,
     "membar": _nothing,
