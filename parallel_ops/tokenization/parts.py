@@ -65,7 +65,7 @@ class Store:
             ValueError: There are parts of another plan. FileExistsError: There is none, but the output.
         """
         found = set()
-        for path in self._folder.glob("*.npz"):
+        for path in self._paths():
             try:
                 with np.load(path, allow_pickle=False) as part:
                     plan = json.loads(str(part["plan"]))
@@ -122,15 +122,18 @@ class Store:
             every = np.concatenate(lengths)
             with _renamed(self.output.with_suffix(".idx")) as file:
                 indexed.write(file, every[every > 0], dtype, masked=masked)
-        for pattern in ("*.npz", ".*.part"):
-            for path in self._folder.glob(pattern):
-                path.unlink()
+        for path in (*self._paths(), *self._folder.glob(".*.part")):
+            path.unlink()
         with contextlib.suppress(OSError):  # files of somebody else are in it
             self._folder.rmdir()
         return len(every), tokens, loss, empty
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06}.npz"
+
+    def _paths(self) -> list[Path]:
+        """The parts that are there; other files are somebody else's."""
+        return [path for path in self._folder.glob("*.npz") if path.stem.isdecimal()]
 
     def _read(self, number: int) -> Tokens:
         path = self._path(number)
