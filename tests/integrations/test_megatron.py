@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from megatron.core.fusions import fused_bias_dropout, fused_bias_geglu, fused_bias_gelu, fused_bias_swiglu
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax

@@ -8,7 +8,7 @@ import torch
 
 from support.ranks.distributed import ranks
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from megatron.core.transformer import TransformerConfig
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 

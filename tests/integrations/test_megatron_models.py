@@ -5,7 +5,7 @@ import torch
 
 from support.ranks.distributed import ranks
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from support.integrations import megatron as trained
 from support.integrations import megatron_functions

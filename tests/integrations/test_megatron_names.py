@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
 from megatron.core.transformer.dot_product_attention import DotProductAttention
