@@ -75,7 +75,10 @@ def mlp(module: Any, activation: _layers.Activation) -> Verdict:
         children[activation.name] = type(act).forward.__get__(copy.copy(act))
         return stand_in(module, draw, **children, **SIZES), draw.rows(2, 5, HIDDEN)
 
-    ours = {kind: recipe(type(module), activation)["forward"] for kind, recipe in _layers.MLPS.items()}
+    ours = {
+        kind: recipe(type(module), activation, kind.endswith("dropout"))["forward"]
+        for kind, recipe in _layers.MLPS.items()
+    }
     return tried(module, type(module).forward, ours, mlps, activation)
 
 

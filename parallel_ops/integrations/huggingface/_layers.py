@@ -86,18 +86,18 @@ def gated(both: Tensor, activation: Activation, weights: Tensor | None = None) -
     return gelu_mul(gate, up, approximate=activation.formula, weights=weights)
 
 
-def gated_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+def gated_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
     formula = activation.formula
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         y = self.down_proj(silu_mul(gate, up) if formula == "silu" else gelu_mul(gate, up, approximate=formula))
-        return F.dropout(y, p=self.residual_dropout, training=self.training) if hasattr(self, "residual_dropout") else y
+        return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else y
 
     return {"forward": forward, "changed": other_activation(activation)}
 
 
-def gate_and_up_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+def gate_and_up_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
     """Gate and up in one matrix, the gate first."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ def gate_and_up_mlp(stock: type[nn.Module], activation: Activation) -> dict[str,
     return {"forward": forward, "changed": other_activation(activation)}
 
 
-def gelu_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
-    """GeLU of one matrix, and dropout by a module or by a number."""
+def gelu_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
+    """GeLU of one matrix. ``dropout``: whether by a number of the module, and not by a module of its own."""
     approximate = activation.formula
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -117,17 +117,17 @@ def gelu_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
         else:
             hidden_states = self.c_fc(hidden_states, gelu=approximate)
         y = self.c_proj(hidden_states)
-        if not hasattr(self, "residual_dropout"):
-            return self.dropout(y)
-        return F.dropout(y, p=self.residual_dropout, training=self.training)
+        return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else self.dropout(y)
 
     return {"forward": forward, "changed": other_activation(activation)}
 
 
 MLPS: dict[str, Callable[..., dict[str, Any]]] = {
     "gated": gated_mlp,
+    "gated_dropout": gated_mlp,
     "gate_and_up": gate_and_up_mlp,
     "gelu": gelu_mlp,
+    "gelu_dropout": gelu_mlp,
 }
 
 

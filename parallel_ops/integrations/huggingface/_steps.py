@@ -97,7 +97,7 @@ def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     if kind is None:
         yield Skipped(name, op, str(reason))
         return
-    yield _swap(name, module, (op,), _layers.MLPS[kind], activation)
+    yield _swap(name, module, (op,), _layers.MLPS[kind], activation, kind.endswith("dropout"))
     linear = getattr(module, "c_fc", None)
     known = {Conv1D: _layers.transposed_linear, nn.Linear: _layers.linear}
     if linear is not None and type(linear) in known and obstacle(linear, type(linear), {"it": linear}) is None:
