@@ -197,7 +197,9 @@ def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, Any]]:
             if plan.pp > 1:
                 found |= {"pp": pp}
             if pp != plan.pp:
-                found |= {"layers_per_chunk": ()} | ({"schedule": "1f1b", "virtual_stages": 1} if pp == 1 else {})
+                found |= {"layers_per_chunk": ()}
+            if plan.pp > pp == 1:
+                found |= {"schedule": "1f1b", "virtual_stages": 1, "input_grad_first": False}
             yield found | ({"sequence_parallel": False} if tp == 1 else {})
 
 

@@ -171,6 +171,18 @@ def test_a_token_that_the_model_does_not_know(tmp_path):
         epoch()
 
 
+def test_a_token_of_the_held_out_share_that_the_model_does_not_know(tmp_path):
+    """The error counts documents from the start of the file."""
+    tokens = np.zeros(400, "uint16")
+    tokens[49::50] = 7
+    tokens[360] = 77
+    tokens.tofile(tmp_path / "a.bin")
+    data = {"paths": [str(tmp_path / "a.bin")], "eos_id": 7}
+    trainer = Trainer(runs.settings_of(tmp_path, data=data, evaluation={"share": 0.25}))
+    with pytest.raises(ValueError, match=r"a\.bin has token 77, in its document 7, outside"):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_order_of_samples_is_part_of_the_data(data, tmp_path, shuffle):
     """A run goes on in the order it had; another order begins with its first sample."""

@@ -19,6 +19,7 @@ from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.data.batches import Sequence
 from parallel_ops.train.data.best_fit import Packing
 from parallel_ops.train.data.permutation import Permutation
+from parallel_ops.train.data.split import Slice
 from parallel_ops.train.data.tokens import Documents, TokenStream
 
 
@@ -89,7 +90,8 @@ class Samples(AnySamples):
         sequence = int(self._order_of(np.array([own]))[0])
         pieces = self._pieces(sequence)
         document = next(document for document, *place in pieces if token in self.stream.document(document, *place))
-        return self.stream.place(document)
+        file, own = self.stream.place(document)
+        return file, own + (file.before if isinstance(file, Slice) else 0)
 
     def _order_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sequences at these positions of the current epoch."""

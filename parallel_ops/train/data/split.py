@@ -15,15 +15,18 @@ class Slice:
 
     Args:
         file: ``first < last``, at most its number of tokens.
+
+    Attributes:
+        before: Documents of the file that end before the slice.
     """
 
     def __init__(self, file: Documents, first: int, last: int) -> None:
         self._file, self._first, self._last = file, first, last
         self.path, self.dtype, self.masks = file.path, file.dtype, file.masks
         ends = np.cumsum(file.lengths)
-        self._before = int(np.searchsorted(ends, first, side="right"))  # documents that end before
-        inside = ends[self._before : int(np.searchsorted(ends, last, side="left")) + 1]
-        self._skipped = first - int(ends[self._before - 1] if self._before else 0)
+        self.before = int(np.searchsorted(ends, first, side="right"))
+        inside = ends[self.before : int(np.searchsorted(ends, last, side="left")) + 1]
+        self._skipped = first - int(ends[self.before - 1] if self.before else 0)
         self.lengths: NDArray[np.int64] = np.diff(np.minimum(inside, last), prepend=first)
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
@@ -38,7 +41,7 @@ class Slice:
         """The same in the file."""
         left = max(0, int(self.lengths[number]) - start)
         first = start + (self._skipped if number == 0 else 0)
-        return self._before + number, first, left if length is None else min(length, left)
+        return self.before + number, first, left if length is None else min(length, left)
 
     def blocks(self) -> Iterator[Block]:
         """All tokens, in arrays of some megabytes, read lazily."""

@@ -55,7 +55,7 @@ def folder(tmp_path):
         ("tp=2,cp=2,global_batch=8", 2, "tp=2,global_batch=8"),
         ("dp=4,dp_replicate=2,zero=2,global_batch=8", 2, "dp=2,zero=2,global_batch=8"),
         ("pp=2,dp=2,schedule=zb-v,global_batch=8", 2, "pp=2,schedule=zb-v,global_batch=8"),
-        ("pp=2,dp=2,schedule=zb-v,global_batch=8", 1, "global_batch=8,input_grad_first=true"),
+        ("pp=2,dp=2,schedule=zb-v,global_batch=8", 1, "global_batch=8"),
         ("pp=2,dp=2,schedule=zb-v,global_batch=8", 8, "pp=2,dp=4,dp_replicate=2,schedule=zb-v,global_batch=8"),
     ],
 )
