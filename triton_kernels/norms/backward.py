@@ -80,7 +80,8 @@ def _backward_kernel(
         xs = ()
         for chunk in tl.static_range(CHUNKS):
             col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-            mask = in_rows & (col < cols)
+            # Chunks before the last are whole: rows of 32 KiB leave no register for a mask more.
+            mask = in_rows & (col < cols) if chunk == CHUNKS - 1 else in_rows
             grads += (tl.load(grad_ptr + row * grad_stride + col, mask=mask, other=0.0),)
             xs += (tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0),)
         rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
@@ -97,7 +98,7 @@ def _backward_kernel(
             if mean_ptr is not None:
                 x -= mean
                 totals = g if chunk == 0 else totals + g
-            dots = tl.fma(g, x, dots)
+            dots += g * x
         # dx = rstd (g - mean(g) - xhat mean(g xhat)), with the factors of a row gathered.
         shift = tl.zeros((BLOCK_ROWS, 1), acc)
         if mean_ptr is not None:
@@ -111,7 +112,7 @@ def _backward_kernel(
         new_dbias = ()
         for chunk in tl.static_range(CHUNKS):
             col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-            mask = in_rows & (col < cols)
+            mask = in_rows & (col < cols) if chunk == CHUNKS - 1 else in_rows
             grad, xhat = to_acc(reread(grads[chunk])), to_acc(reread(xs[chunk]))
             if mean_ptr is not None:
                 xhat -= mean

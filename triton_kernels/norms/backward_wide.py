@@ -50,7 +50,7 @@ def _wide_dots_kernel(
         dots += g * x
     tl.store(dots_ptr + row, quotient(tl.sum(dots) * rstd, cols))
     if mean_ptr is not None:
-        tl.store(dots_ptr + rows + row, quotient(tl.sum(totals), cols))
+        tl.store(dots_ptr + row + rows, quotient(tl.sum(totals), cols))
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _wide_backward_kernel(
             g = scaled(grad, kept, weight_ptr, col, in_cols, ZERO_CENTERED)
             dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
             if mean_ptr is not None:
-                dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
+                dx -= tl.load(dots_ptr + row + rows, mask=in_rows, other=0.0)
             dx *= rstd
             if grad_sum_ptr is not None:
                 dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
