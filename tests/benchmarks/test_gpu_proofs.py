@@ -45,7 +45,7 @@ NAMES_OF_RANKS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES_OF_RANKS)
+@pytest.mark.parametrize("name", [pytest.param(NAMES_OF_RANKS[0], marks=pytest.mark.runs), *NAMES_OF_RANKS[1:]])
 def test_proofs_over_ranks(two, tmp_path, name):
     proof = proofs()[name]
     two.run(proof.run, "cpu", str(tmp_path / "store"), *proof.arguments, seconds=120)

@@ -204,6 +204,7 @@ def test_the_sdist_builds_the_same_wheel(wheel, wheel_of_sdist, compiler):
     assert [name for name in first if first[name] != second[name] and not name.endswith(ignored)] == []
 
 
+@pytest.mark.runs
 def test_every_module_is_imported_from_the_wheel(environment):
     lines = [line.split() for line in run([environment / "bin/python", "-c", IMPORT_ALL], environment).splitlines()]
     missing = {name: package for state, name, package in lines if state == "missing"}
@@ -226,6 +227,7 @@ def test_the_command_line_works_from_the_wheel(environment, tmp_path):
     assert "--tensor-model-parallel-size" in (tmp_path / "run.sh").read_text()
 
 
+@pytest.mark.runs
 def test_a_run_trains_from_the_wheel(environment, tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "run.toml").write_text(SETTINGS)

@@ -91,9 +91,9 @@ def test_any_plan_takes_the_steps_of_one_process(data, model, plan, kind):
 @pytest.mark.parametrize(
     ("plan", "kind", "dtype"),
     [
-        ({"pp": 2, "schedule": "1f1b"}, "none", "bf16"),
+        pytest.param({"pp": 2, "schedule": "1f1b"}, "none", "bf16", marks=pytest.mark.runs),
         ({"pp": 2, "schedule": "zb-v", "dp": 2, "ep": 2, "zero": 2}, "full", "fp32"),
-        ({"pp": 2, "schedule": "interleaved", "tp": 2}, "experts", "bf16"),
+        pytest.param({"pp": 2, "schedule": "interleaved", "tp": 2}, "experts", "bf16", marks=pytest.mark.runs),
         ({"pp": 2, "schedule": "dualpipe-v", "cp": 2, "ep": 2, "global_batch": 8}, "none", "fp32"),
     ],
     ids=str,

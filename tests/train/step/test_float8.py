@@ -56,9 +56,9 @@ def test_data_parallel_ranks_are_as_one(data, zero):
     [({"tp": 2, "sequence_parallel": True}, True),
      pytest.param({"tp": 2, "sequence_parallel": False}, False, marks=pytest.mark.runs),
      pytest.param({"pp": 2, "layers_per_chunk": [1, 2]}, False, marks=pytest.mark.runs),
-     ({"pp": 3, "schedule": "zb-h1"}, True),
+     pytest.param({"pp": 3, "schedule": "zb-h1"}, True, marks=pytest.mark.runs),
      ({"pp": 2, "dp": 2, "zero": 2, "layers_per_chunk": [1, 2], "schedule": "zb-h1"}, False),
-     ({"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}, True)],
+     pytest.param({"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}, True, marks=pytest.mark.runs)],
     ids=str,
 )  # fmt: skip
 def test_tensor_and_pipeline_parallel_ranks_are_as_one(data, plan, bias):
@@ -92,7 +92,7 @@ def test_blocks_and_mxfp8_over_ranks(data):
                 assert [loss for loss, _ in steps] == pytest.approx(want, rel=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["selective", pytest.param("full", marks=pytest.mark.runs)])
 def test_recomputation_changes_nothing(data, kind):
     assert losses(data, recompute={"kind": kind}) == alone(data)
 
@@ -160,7 +160,9 @@ EXPERT_PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", *(pytest.param(r, marks=pytest.mark.runs) for r in RECIPES if r != "mxfp8")]
+)
 def test_experts_over_ranks(data, recipe):
     """Experts alone in float8; gradient norms are as close as those of linears."""
     options = {"model": EXPERTS, "run": {"steps": 2}}

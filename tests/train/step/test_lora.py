@@ -62,7 +62,7 @@ MORE_EXPERT_PLANS = [
     ("kind", "plans"),
     [
         ("llama", PLANS),
-        ("gpt", [{"tp": 2}, {"pp": 2}]),
+        pytest.param("gpt", [{"tp": 2}, {"pp": 2}], marks=pytest.mark.runs),
         ("deepseek", EXPERT_PLANS),
         pytest.param("llama", MORE_PLANS, marks=pytest.mark.runs),
         pytest.param("deepseek", MORE_EXPERT_PLANS, marks=pytest.mark.runs),
@@ -79,7 +79,7 @@ def test_any_plan_takes_the_steps_of_one_process(data, kind, plans):
         np.testing.assert_allclose(got[0], want, rtol=1e-4, err_msg=str(plan))
 
 
-@pytest.mark.parametrize(("heads", "recompute"), [(1, "none"), (2, "full")])
+@pytest.mark.parametrize(("heads", "recompute"), [(1, "none"), pytest.param(2, "full", marks=pytest.mark.runs)])
 def test_shared_key_heads_dropout_and_recomputation(data, heads, recompute):
     """One key head on two ranks has its weight, and B, whole on both."""
     sections = {"model": {**LLAMA, "num_kv_heads": heads}, "lora": {"dropout": 0.3}, "recompute": {"kind": recompute}}

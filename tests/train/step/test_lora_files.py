@@ -50,7 +50,7 @@ def huggingface_model(kind, folder):
     ("kind", "targets", "modules"),
     [
         ("llama", ["layers.*"], {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ("llama", ["q_proj", "layers.*.attention.v"], {"q_proj", "v_proj"}),
+        pytest.param("llama", ["q_proj", "layers.*.attention.v"], {"q_proj", "v_proj"}, marks=pytest.mark.runs),
         pytest.param(
             "llama", ["layers.1.self_attn.q_proj"], {"model.layers.1.self_attn.q_proj"}, marks=pytest.mark.runs
         ),
@@ -109,7 +109,9 @@ OF_EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
         ("GptOss", ["layers.*.experts.down"], set(), OF_EXPERTS[:1]),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("plan", [{"tp": 2, "ep": 2}, {"dp": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"tp": 2, "ep": 2}, pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.runs)], ids=str
+)
 def test_peft_opens_adapters_of_experts(data, tmp_path, kind, targets, modules, parameters, plan):
     peft = pytest.importorskip("peft", reason="peft is no dependency")
     transformers = pytest.importorskip("transformers")
