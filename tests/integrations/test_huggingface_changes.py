@@ -1,6 +1,7 @@
 """Models that somebody changes after ``apply``, or has changed before: the results are stock's, and it is said why."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from support.integrations.huggingface_changes import (
 )
 from support.integrations.huggingface_models import OLD, assert_same, assert_same_step, batch, model_of, step
 
+kinds = pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])
 LM = "vocab_parallel_linear_cross_entropy"
 MLP, ATTN = "model.layers.0.mlp", "model.layers.0.self_attn"
 GPT2_MLP, GPT2 = "transformer.h.0.mlp", "transformer.h.0"
@@ -209,3 +211,36 @@ def test_undo_after_changes():
         step(model, **batch())
     classes[classes.index(type(transformers.activations.ACT2FN["gelu_new"]))] = nn.ReLU
     assert [type(m) for m in model.modules()] == classes
+
+
+@kinds
+def test_replicas_of_data_parallel(family, monkeypatch):
+    """``Trainer`` takes ``DataParallel`` where one process has several GPUs."""
+    replication = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(replication, "_get_device_index", lambda device, _: device)
+    monkeypatch.setattr(
+        replication, "_broadcast_coalesced_reshape", lambda given, devices, detach=False: [given for _ in devices]
+    )
+    model = model_of(family)
+    expected = step(model, **batch())
+    huggingface.apply(model)
+    replicas = replication.replicate(model, [0, 1])
+    assert [[type(m) for m in replica.modules()] for replica in replicas] == [[type(m) for m in model.modules()]] * 2
+    model.zero_grad()
+    outputs = replicas[1](**batch())
+    outputs.loss.backward()
+    assert_same_step((outputs, {name: p.grad for name, p in model.named_parameters()}), expected)
+
+
+@kinds
+def test_regions_that_accelerate_compiles(family):
+    accelerate = pytest.importorskip("accelerate", "1.7")
+    model = model_of(family)
+    expected = step(model, **batch(), use_cache=False)
+    huggingface.apply(model)
+    torch._dynamo.reset()
+    compiled = accelerate.utils.compile_regions(model, backend="eager")
+    model.zero_grad()
+    outputs = compiled(**batch(), use_cache=False)
+    outputs.loss.backward()
+    assert_same_step((outputs, {name: p.grad for name, p in model.named_parameters()}), expected)

@@ -56,7 +56,8 @@ def _fused_class(surroundings: Any, stock: Any, ops: tuple[str, ...], recipe: Re
     """
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs)
+        # DataParallel and Accelerate's compile_regions make a bare object, and give it the attributes of a module.
+        return stock(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _new, (stock, ops, recipe, *options), without_uses(self.__dict__)
