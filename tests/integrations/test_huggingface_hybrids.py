@@ -10,7 +10,7 @@ from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._attention import _is_band as is_band
 from support.integrations.huggingface_families import HYBRIDS, model_of
 from support.integrations.huggingface_hybrids import SENSITIVE, table
-from support.integrations.huggingface_models import batch, step
+from support.integrations.huggingface_models import OLD, batch, step
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
@@ -38,7 +38,10 @@ def test_logits_losses_gradients_and_tokens_are_those_of_stock(family):
         assert torch.equal(model.eval().generate(prompts, **options), tokens)
 
 
-@pytest.mark.parametrize("family", [name for name in ("gpt_oss", "mimo_v2_flash") if name in HYBRIDS])
+sinks = [name for name in ("gpt_oss", "mimo_v2_flash") if name in HYBRIDS]
+
+
+@pytest.mark.parametrize("family", sinks)
 def test_attention_with_sinks_is_replaced_where_nobody_reads_its_weights(family):
     model, inputs = model_of(family), {"input_ids": batch()["input_ids"]}
     stock = model_of(family)(**inputs, output_attentions=True)  # 4.57 leaves forwards in the modules of such a call
@@ -51,6 +54,19 @@ def test_attention_with_sinks_is_replaced_where_nobody_reads_its_weights(family)
     assert "flash_attention: it had to return its weights" in repr(handle)
     step(model, **batch(padded=True))
     assert "flash_attention: it got a mask" in repr(handle)
+
+
+@pytest.mark.parametrize("family", sinks)
+def test_attention_with_sinks_where_masks_count_no_writes_or_have_no_values(family):
+    model, ids = model_of(family).eval(), batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+    huggingface.apply(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, expected)
+    if not OLD:  # stock's export was tried with Transformers 5 alone
+        exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+        torch.testing.assert_close(exported.module()(ids, use_cache=False).logits, expected)
 
 
 def test_masks_of_attention_with_sinks():

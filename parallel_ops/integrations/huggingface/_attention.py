@@ -148,12 +148,14 @@ def with_sinks(eager: Callable[..., Any]) -> Callable[..., Any]:
 def _is_band(mask: Tensor, length: int, window: int | None) -> bool:
     """Whether an additive mask is causal, within a window if there is one, and nothing else.
 
-    The layers of a model share their masks, so that the result is kept with the mask.
+    The layers of a model share their masks, so that the result is kept with the mask; not in ``torch.inference_mode``,
+    where tensors do not count writes. Fake tensors, as in ``torch.export``, have no values to look at.
     """
-    if not mask.is_floating_point():
+    if type(mask) is not Tensor or not mask.is_floating_point():
         return False
-    key = (length, window, mask._version)
-    if getattr(mask, "_parallel_ops_band", (None,))[0] != key:
+    counts = not mask.is_inference()
+    key = (length, window, mask._version if counts else None)
+    if not counts or getattr(mask, "_parallel_ops_band", (None,))[0] != key:
         rows = torch.arange(length, device=mask.device)
         distance = rows[:, None] - rows
         seen = (distance >= 0) & (distance < (length if window is None else window))
