@@ -155,6 +155,23 @@ def test_hooks_see_what_dropout_leaves(path, when):
     assert 0.4 < dropped < 0.6
 
 
+def test_hooks_that_a_call_for_hidden_states_leaves_are_no_reason():
+    model = model_of("gpt2", attn_implementation="eager")
+    expected = step(model, **batch(), output_hidden_states=True, output_attentions=True)
+    handles = {"after": huggingface.apply(copy.deepcopy(model))} if not OLD else {}
+    after = model_of("gpt2", attn_implementation="eager")
+    handles["before"] = huggingface.apply(after)
+    for _ in range(2):
+        got = step(after, **batch(), output_hidden_states=True, output_attentions=True)
+        assert_same_step(got, expected)
+        for name in ("hidden_states", "attentions"):
+            for ours, stock in zip(got[0][name], expected[0][name], strict=True):
+                assert_same(ours, stock)
+    for handle in handles.values():
+        assert "bias_dropout_add" in handle.replaced[GPT2]
+        assert "bias_dropout_add" not in repr(handle).partition("unused")[2]
+
+
 def test_parts_called_by_themselves_drop_out():
     """As tools do that look into a block: its attention and MLP outside of it."""
     model = model_of("gpt2", resid_pdrop=0.5)

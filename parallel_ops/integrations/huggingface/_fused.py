@@ -28,6 +28,7 @@ from parallel_ops.integrations.huggingface._use import watched, without_uses
 Recipe = Callable[..., dict[str, Any]]
 
 _HOMES = tuple(str(Path(inspect.getfile(package)).parent) for package in (torch, transformers))
+_RECORDER = "transformers.utils.output_capturing"
 _MARK, _OPS, _CHANGED, _UNUSED = (f"_parallel_ops_{name}" for name in ("stock", "ops", "changed", "unused"))
 
 
@@ -160,8 +161,15 @@ def obstacle(module: nn.Module, stock: type[nn.Module], unused: Mapping[str, nn.
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to see or change calls of ``module``: by hooks, or by a forward of its own."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    """Whether somebody wants to see or change calls of ``module``: by hooks, or by a forward of its own.
+
+    A call that asks for hidden states or attentions leaves hooks of Transformers for good. They read the results of
+    layers, the probabilities of attentions and the logits of routers, which replaced forwards return as stock's do.
+    """
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = module._forward_hooks
+    if hooks and any(getattr(hook, "__module__", None) != _RECORDER for hook in hooks.values()):
         return True
     return is_wrapped(module)
 
