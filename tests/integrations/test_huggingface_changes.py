@@ -23,6 +23,7 @@ from support.integrations.huggingface_changes import (
     hook,
     own_loss,
     own_loss_type,
+    quantise,
     register_attention,
     register_loss,
     replace,
@@ -84,6 +85,7 @@ CHANGES = {
     "a head": ("llama", exchange("lm_head", OwnMLP), "LlamaForCausalLM", LM),
     "a hook on the head": ("llama", hook("lm_head"), "LlamaForCausalLM", LM),
     "the head's forward": ("llama", wrap("lm_head"), "LlamaForCausalLM", LM),
+    "quantised weights": ("llama", quantise, "LlamaForCausalLM", LM),
 }  # fmt: skip
 if not OLD:
     EXPERTS = "model.layers.0.mlp.experts"

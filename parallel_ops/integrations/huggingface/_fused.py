@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.integrations.huggingface._use import watched, without_uses
@@ -139,8 +139,8 @@ def is_wrapped(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and not has_offloading_hook(module)
 
 
-def described(module: nn.Module) -> str:
-    """The class of ``module``, with the package that it is of unless that is torch or Transformers."""
+def described(module: nn.Module | Tensor) -> str:
+    """The class of ``module``, or of a weight, with the package that it is of unless that is torch or Transformers."""
     cls = type(module)
     known = cls.__module__.partition(".")[0] in ("torch", "transformers", "builtins")
     return cls.__name__ if known else f"{cls.__module__}.{cls.__qualname__}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.loss import loss_utils
 
 from parallel_ops.integrations.huggingface._fused import described, is_hooked, stock_class
@@ -96,10 +97,13 @@ def registered_loss() -> tuple[Any, ...]:
 
 
 def _other_head(model: Any) -> str | None:
-    """Why the output projection cannot return the loss: an adapter has replaced it, or hooks want its logits."""
+    """Why the output projection cannot return the loss: it was replaced or quantised, or hooks want its logits."""
     head = model.lm_head
     if stock_class(head) is None:
         return f"its lm_head is a {described(head)} since"
+    weight = head._parameters.get("weight")
+    if hasattr(weight, "__tensor_flatten__") and not isinstance(weight, DTensor):  # which FSDP2 gathers for the head
+        return f"the weight of its lm_head is a {described(weight)}, which the op does not take"
     return "there are hooks on lm_head, which must see logits" if is_hooked(head) else None
 
 

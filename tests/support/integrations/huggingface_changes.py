@@ -134,3 +134,35 @@ def wrap_tables(model, patch):
     rotary = model.model.rotary_emb
     stock = rotary.forward
     rotary.forward = lambda *args, **kwargs: shifted(stock(*args, **kwargs))
+
+
+class Quantised(torch.Tensor):
+    """A weight that linears alone take, as torchao's."""
+
+    @staticmethod
+    def __new__(cls, whole):
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def __tensor_flatten__(self):
+        return ["whole"], None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            return function(args[0], args[1].whole, *args[2:], **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].whole)
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+def quantise(model, patch):
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(Quantised(module.weight.detach()), requires_grad=False)
