@@ -83,6 +83,8 @@ def test_new_models_of_a_served_class_are_stock(family, tmp_path):
     loaded = kind.from_pretrained(tmp_path).train()
     huggingface.apply(loaded)
     assert_same_step(step(loaded, **batch()), step(model, **batch()))
+    with pytest.raises(TypeError, match=rf"Mine: its base is the class of a replaced module.*\.{kind.__name__}"):
+        type("Mine", (kind,), {})(model.config)
 
 
 @kinds

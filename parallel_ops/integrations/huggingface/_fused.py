@@ -58,7 +58,14 @@ def _fused_class(surroundings: Any, stock: Any, ops: tuple[str, ...], recipe: Re
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # DataParallel and Accelerate's compile_regions make a bare object, and give it the attributes of a module.
-        return stock(*args, **kwargs) if args or kwargs else object.__new__(cls)
+        if not args and not kwargs:
+            return object.__new__(cls)
+        if cls is not fused:  # a stock in its place would lack what that class adds
+            raise TypeError(
+                f"{cls.__name__}: its base is the class of a replaced module, of which no new ones are made; derive it "
+                f"from {stock.__module__}.{stock.__name__}"
+            )
+        return stock(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _new, (stock, ops, recipe, *options), without_uses(self.__dict__)
@@ -89,7 +96,8 @@ def _fused_class(surroundings: Any, stock: Any, ops: tuple[str, ...], recipe: Re
     attributes |= made
     if ops:
         attributes["forward"] = watched(made["forward"], run, changed, ", ".join(ops))
-    return type(stock.__name__, (stock,), attributes)
+    fused = type(stock.__name__, (stock,), attributes)
+    return fused
 
 
 def _new(stock: Any, *recipe: Any) -> nn.Module:
