@@ -34,16 +34,18 @@ def head(stock: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -> dict[str, Any]:
+def causal_lm(stock: Any, skip_logits: bool, kind: str, base: str) -> dict[str, Any]:
     """A causal language model.
 
     ``skip_logits``: whether calls in training with labels return no logits by default. ``kind``: one
     of ``KINDS``. ``base``: the name of the base model in it.
     """
     names = [*inspect.signature(stock.forward).parameters][1:]
-    skip_default, registered = skip_logits, registered_loss()
+    skip_default, registered, of_the_class = skip_logits, registered_loss(), stock.loss_function
 
     def changed_loss(self: Any) -> str | None:
+        if stock.loss_function is not of_the_class:
+            return f"the loss_function of {stock.__name__} was replaced"
         now = registered_loss()
         if now[0] is registered[0] and now[1] is registered[1] and now[2] is registered[2]:
             return other_loss(self)
@@ -63,7 +65,7 @@ def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -
         return stock.forward(self, *args, **kwargs)
 
     def loss_function(self: Any) -> Any:
-        return _loss_of_logits if changed_loss(self) is None else stock.loss_function.fget(self)  # type: ignore[attr-defined]
+        return _loss_of_logits if changed_loss(self) is None else stock.loss_function.__get__(self)
 
     def set_loss_function(self: Any, value: Any) -> None:
         self._loss_function = value

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import transformers
 from torch import nn
 from transformers import modeling_utils
 from transformers.loss import loss_utils
@@ -105,6 +106,10 @@ def register_loss(model, patch):
 def own_loss_type(model, patch):
     patch.setitem(loss_utils.LOSS_MAPPING, "Mine", sevenfold)
     model.loss_type = "Mine"
+
+
+def own_loss_of_the_class(model, patch):
+    patch.setattr(transformers.LlamaForCausalLM, "loss_function", property(lambda _: sevenfold))
 
 
 def own_loss(model, patch):
