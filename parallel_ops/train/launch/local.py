@@ -147,7 +147,10 @@ class _Agent:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        stops = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            stops.append(signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in stops}
         try:
             self._thread.start()
             leftover = _Leftover(board, seconds)

@@ -10,18 +10,20 @@ import sys
 
 import numpy as np
 import pytest
-from torch.distributed import Backend
+from torch.distributed import Backend, HashStore
 from torch.distributed.distributed_c10d import BackendConfig
 from typer.testing import CliRunner
 
 from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops._internal.distributed.groups import device_types_of
+from parallel_ops.comm.errors import Board
 from parallel_ops.planner.cli.app import app
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_file import read_settings, settings_of
 from parallel_ops.train.data import vocabulary
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import cli as command
+from parallel_ops.train.launch import local
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.start import fitted
@@ -248,6 +250,21 @@ def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():
     both = backend_of(True, offload=True)
     assert device_types_of(str(BackendConfig(Backend(both)))) == ("cpu", "cuda")
     assert [device_types_of(f"cpu:gloo,cuda:{name}") for name in ("nccl2", "nccl-lazy")] == [("cpu", "cuda")] * 2
+
+
+@pytest.mark.parametrize(("ignored", "stopped"), [(True, None), (False, "SIGHUP")])
+def test_a_hangup_that_nohup_ignores_stops_no_run(monkeypatch, ignored, stopped):
+    def hung_up(*_):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return lambda *_: {}
+
+    monkeypatch.setattr(local, "elastic_launch", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert local._Agent(None, ()).wait(Board(HashStore(), local._PARENT, 2), 1.0) == stopped
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.runs
