@@ -241,7 +241,8 @@ class Trainer(RunState):
         resuming.load_state_dict(self, state)
 
     def save(self) -> None:
-        """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written; all ranks call it."""
+        """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written; all ranks call it. Those of more
+        steps, which another run has left, are renamed to ``abandoned-...``."""
         resuming.save_and_wait(self)
 
     def resume(self, path: Path | None = None) -> Path:

@@ -109,6 +109,8 @@ def save_and_wait(trainer: "RunState") -> None:
     if store is None:
         raise ValueError("Trainer: checkpoint.dir is not set")
     with contextlib.closing(store):
+        # Later ones, as of a run before, would be kept in the place of this one.
+        store.begin(trainer.global_step)
         save(trainer, store)
         store.wait()
 

@@ -178,3 +178,15 @@ def test_a_checkpoint_of_the_same_step_is_replaced(data, tmp_path):
         trainer.save()
     assert names(tmp_path) == ["step-00000001"]
     remove(tmp_path / "nothing")
+
+
+def test_a_save_by_hand_sets_later_checkpoints_aside(data, tmp_path):
+    """Those of an earlier run, which would be kept in the place of it."""
+    checkpoint = {"dir": str(tmp_path), "interval": 1, "keep": 2}
+    Trainer(runs.settings_of(data, checkpoint=checkpoint)).train()
+    trainer = Trainer(runs.settings_of(data, checkpoint=checkpoint))
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 5 already"):
+        trainer.save()
+    trainer.step()
+    trainer.save()
+    assert names(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000005", "step-00000001"]
