@@ -26,6 +26,7 @@ from parallel_ops.models.huggingface.tensor_files import CONFIG, INDEX, SINGLE
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_BYTES = 5_000_000_000
+_PART = ".part"
 Pieces = Sequence[tuple[TensorMapping, Tensor]]
 
 
@@ -150,7 +151,7 @@ def joined(pieces: Pieces, dtype: torch.dtype) -> Tensor:
 
 def check_free(folder: Path) -> None:
     """FileExistsError: there is something at this place, other than an empty folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(path.name != _PART for path in folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder")
 
 
@@ -158,16 +159,25 @@ def check_free(folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write in, which gets its name at the end of the block; after an error it is removed.
 
+    An empty folder that is there may be a mount point, a link or the working directory, which cannot be replaced: its
+    files come into it at the end.
+
     Raises:
         FileExistsError: see ``check_free``. OSError: it cannot be made.
     """
     check_free(folder)
-    part = folder.absolute().with_name(f".{folder.name}.part")
+    is_there = folder.exists()
+    part = folder / _PART if is_there else folder.absolute().with_name(f".{folder.name}{_PART}")
     shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
     part.mkdir(parents=True)
     try:
         yield part
-        os.replace(part, folder)
+        if not is_there:
+            os.replace(part, folder)
+            return
+        for path in sorted(part.iterdir()):
+            os.replace(path, folder / path.name)
+        part.rmdir()
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

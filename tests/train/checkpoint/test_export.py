@@ -5,6 +5,7 @@ import functools
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +146,18 @@ class TestRefused:
         with pytest.raises(OSError, match="No space"):
             export(llama, tmp_path / "a")
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_that_is_there_is_filled(llama, tmp_path, monkeypatch):
+    """A link and the working directory, like a mount point, cannot be replaced."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "here" / ".part").mkdir(parents=True)  # of a process that was killed
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (tmp_path / "link", Path()):
+        export(llama, folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "here").samefile(".")
 
 
 class TestInspect:
