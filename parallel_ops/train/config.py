@@ -253,6 +253,10 @@ class Settings(Section):
 
     def _given_config(self) -> TransformerConfig:
         model, shape = self.model, self.model.shape
+        if needed := [
+            f.name for f in fields(TransformerConfig) if f.default is not None and shape.get(f.name, 0) is None
+        ]:
+            raise ValueError(f"model.{needed[0]} must not be 'none': give a value, or leave it out")
         if model.dir is None:
             if missing := [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name not in shape]:
                 raise ValueError(f"model needs {', '.join(missing)}, or dir")

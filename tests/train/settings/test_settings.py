@@ -117,6 +117,7 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("model.grad_reduce=exact", "model.grad_reduce: input should be 'fp32' or 'backend', got 'exact'"),
         ("model.reduction=exact", 'model.reduction is now model.grad_reduce: grad_reduce = "fp32"'),
         ("model.dir=nowhere", "model.dir has the shape of the model: leave out hidden_size, num_heads"),
+        ("model.dropout=none", "run.toml: model.dropout must not be 'none': give a value, or leave it out"),
         ("data.paths=README.md", r"data\.paths: must be a list: paths = \[\"README\.md\"\]$"),
         ("optimizer.betas=0.9", r"optimizer\.betas: must be a list: betas = \[0\.9\]"),
         ("checkpoint.interval=5", "checkpoint.dir is needed with checkpoint.interval"),
