@@ -85,11 +85,12 @@ def files_of(inputs: Sequence[Path], options: Options) -> Found:
             raise ValueError(f"{path} has no file that ends in {', '.join(known)}")
         found.files += own.files
         found.unread += own.unread
-    seen: set[Path] = set()
+    seen: dict[Path, Path] = {}
     for file in found.files:
-        if file in seen:
-            raise ValueError(f"{file} is given twice")
-        seen.add(file)
+        if (whole := file.resolve()) in seen:
+            as_well = "" if seen[whole] == file else f", as {seen[whole]} too"
+            raise ValueError(f"{file} is given twice{as_well}")
+        seen[whole] = file
     return found
 
 

@@ -85,6 +85,16 @@ class TestFolders:
         assert unread["a.txt"] == f"the same file as {data / 'z' / 'a.txt'}"
         assert unread["z/loop"] == f"the same folder as {data}"
 
+    def test_a_file_by_two_names_is_refused(self, tmp_path, texts, monkeypatch):
+        """As a shell's pattern gives a link, and as a folder and a file in it may be given."""
+        own = put(tmp_path / "data" / "a.txt", "one")
+        (tmp_path / "data" / "b.txt").symlink_to(own)
+        monkeypatch.chdir(tmp_path)
+        for again in (tmp_path / "data" / "b.txt", "data/a.txt"):
+            with pytest.raises(ValueError, match=rf"{again} is given twice, as {own} too"):
+                texts(own, again)
+        assert texts("data")[0] == ["one"]
+
     def test_patterns_home_and_variables(self, tmp_path, texts, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("CORPUS", "data")
