@@ -68,7 +68,8 @@ def files_of(inputs: Sequence[Path], options: Options) -> Found:
     """The files of ``inputs``, which are files, folders and patterns, and what of folders is not read.
 
     Raises:
-        FileNotFoundError: One does not exist. ValueError: A folder has no file to read, or a file is given twice.
+        FileNotFoundError: One does not exist. ValueError: A folder has no file to read, a file is given twice, or is a
+        pipe or device.
     """
 
     def reason(file: Path) -> str | None:
@@ -87,6 +88,8 @@ def files_of(inputs: Sequence[Path], options: Options) -> Found:
         found.unread += own.unread
     seen: dict[Path, Path] = {}
     for file in found.files:
+        if file.exists() and not file.is_file():  # a pipe, say, has no size and is read once
+            raise ValueError(f"{file} is no regular file: write what it has into one")
         if (whole := file.resolve()) in seen:
             as_well = "" if seen[whole] == file else f", as {seen[whole]} too"
             raise ValueError(f"{file} is given twice{as_well}")

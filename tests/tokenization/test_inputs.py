@@ -95,6 +95,15 @@ class TestFolders:
                 texts(own, again)
         assert texts("data")[0] == ["one"]
 
+    def test_a_pipe_is_refused(self, tmp_path, texts):
+        """As a shell's ``<(zcat a.gz)``: it has no size, and would be read as an empty file."""
+        end, begin = os.pipe()
+        os.write(begin, b"one")
+        os.close(begin)
+        with pytest.raises(ValueError, match=rf"/dev/fd/{end} is no regular file"):
+            texts(f"/dev/fd/{end}", put(tmp_path / "b.txt", "two"))
+        os.close(end)
+
     def test_patterns_home_and_variables(self, tmp_path, texts, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("CORPUS", "data")
