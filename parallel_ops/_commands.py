@@ -145,7 +145,7 @@ def train_command(
 
     check_environment()
     wanted = [*(changes or [])]
-    wanted += [] if json is None else [f"logging.jsonl='{json}'"]
+    wanted += [] if json is None else [f"logging.jsonl={dumps(str(json), ensure_ascii=False)}"]
     with contextlib.nullcontext() if dry_run else launch.propagated():
         settings = command.settings_for(file, wanted, deepspeed, processes, steps=steps, trace=trace, profile=profile)
     if dry_run:

@@ -129,3 +129,11 @@ def test_a_board_is_written_or_its_package_asked_for(data, tmp_path):
     trainer.train()
     (file,) = tmp_path.iterdir()
     assert all(name in file.read_bytes() for name in (b"loss", b"grad_norm", b"tokens_per_second", b"lr"))
+
+
+def test_a_log_may_have_any_name(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parallel_ops.train.launch.cli.dry_run", lambda found, *_, **__: print(found.logging.jsonl))
+    (tmp_path / "run.toml").write_text(runs.RUN)
+    for name in ("it's.jsonl", 'a "b".jsonl', "ü\\n.jsonl"):
+        assert runs.parallel_ops("train", "run.toml", "--dry-run", "--json", name) == (0, f"{name}\n")
