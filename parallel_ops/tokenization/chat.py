@@ -2,12 +2,14 @@
 
 An answer's span is what its message adds behind the prompt that asks for it. With ``render`` for the chat template,
 ``render(messages[:i], add_generation_prompt=True)`` is the prompt, and ``render(messages[:i + 1])`` ends with the
-answer and its end. So the model is trained on what it continues at inference.
+answer and its end. So the model is trained on what it continues at inference. Templates need a message for a prompt:
+that of a first message is what comes before all it says, as a system message of the template.
 
 Templates are rendered as in Hugging Face's transformers: by Jinja in its sandbox, which runs no code of a template.
 """
 
 import json
+import os
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -85,8 +87,8 @@ class Chat:
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not given.weights[number]:
                 continue
-            before = self._rendered(messages[:number], given, prompt=True) if number else ""
             after = self._rendered(messages[: number + 1], given)
+            before = self._rendered(messages[:number], given, prompt=True) if number else self._opening(given, after)
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"the chat template renders message {number + 1} otherwise where others follow, so its tokens are "
@@ -94,6 +96,14 @@ class Chat:
                 )
             spans.append((len(before), len(after)))
         return text, spans
+
+    def _opening(self, given: Conversation, text: str) -> str:
+        """What of the text of a first message comes before anything that it says; nothing if that is not known."""
+        try:
+            other = self._rendered([{"role": given.messages[0]["role"], "content": _MARK}], given)
+        except ValueError:
+            return ""
+        return os.path.commonprefix([text, other]) if _MARK in other else ""  # noqa: RUF071 (of characters)
 
     def _check_whole(self, messages: list[dict[str, Any]], given: Conversation, text: str) -> None:
         """ValueError: The text is the same without the tools, a message, or a key of one."""

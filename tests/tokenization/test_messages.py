@@ -56,6 +56,19 @@ class TestTemplates:
         assert counted == f"384,400 km, on average.<|im_end|>\nAbout 150 million km.<|im_end|>\n{END}"
         assert text.endswith(END) and other == "384,400 km, on average.<|im_end|>\n"  # a question's end is not learned
 
+    @pytest.mark.parametrize("choice", ["auto", "plain"])
+    def test_what_comes_before_an_answer_that_is_first_does_not_count(self, chat, choice):
+        """A system message of the template, and the mark of the role."""
+        first = [{"role": "assistant", "content": "You ask?"}, *MESSAGES[:1]]
+        ((text, counted),) = chat(first, template=CHAT_TEMPLATE, choice=choice)
+        assert text.startswith("<|im_start|>system\nYou help." if choice == "auto" else "<|assistant|>\nYou")
+        assert counted == "You ask?<|im_end|>\n"
+        thinks = "{% for m in messages %}{{ m.role + ':' + (m.thinking or '') + m.content + '<|im_end|>' }}{% endfor %}"
+        assert chat([first[0] | {"thinking": "Hm."}], template=thinks)[0][1] == "Hm.You ask?<|im_end|>"
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+        only = "{% for m in messages %}{{ m.role + m.tool_calls[0].function.name + '<|im_end|>' }}{% endfor %}"
+        assert chat([call], template=only)[0][1] == "assistantf<|im_end|>"
+
     def test_the_tokens_are_those_of_transformers(self, chat, tmp_path):
         transformers = pytest.importorskip("transformers")
         chat(MESSAGES, template=CHAT_TEMPLATE, end=END)
