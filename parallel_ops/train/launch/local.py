@@ -112,7 +112,8 @@ def run_here(settings: Settings, start: Start) -> Stopped:
 
 
 class _Agent:
-    """The elastic agent in a thread that blocks SIGINT, as its processes then do. The main thread handles signals."""
+    """The elastic agent in a thread that blocks what a terminal sends to all processes, as its processes then do. The
+    main thread handles signals."""
 
     def __init__(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
         self.results: dict[int, Any] | None = None
@@ -121,7 +122,8 @@ class _Agent:
         self._thread = threading.Thread(target=self._run, args=(config, arguments), name="elastic agent", daemon=True)
 
     def _run(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
-        resource_tracker.ensure_running()  # its start would unblock the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        resource_tracker.ensure_running()  # its start would unblock the next signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.results = elastic_launch(config, _rank)(*arguments)

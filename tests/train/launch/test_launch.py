@@ -255,6 +255,7 @@ def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():
 @pytest.mark.parametrize(("ignored", "stopped"), [(True, None), (False, "SIGHUP")])
 def test_a_hangup_that_nohup_ignores_stops_no_run(monkeypatch, ignored, stopped):
     def hung_up(*_):
+        assert signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, [])  # by processes too, which then save
         os.kill(os.getpid(), signal.SIGHUP)
         return lambda *_: {}
 
