@@ -47,7 +47,7 @@ def read(index: Path) -> tuple[np.dtype[Any], int, NDArray[np.int64]]:
     """The dtype of the tokens, their number, and the end of each document, int64.
 
     Raises:
-        ValueError: It is no such index, or cut off; names the file.
+        ValueError: It is no such index, cut off, or of sequences that do not lie one behind the other; names the file.
     """
     size, head = index.stat().st_size, len(MAGIC) + struct.calcsize(_HEAD)
     with index.open("rb") as file:
@@ -60,11 +60,12 @@ def read(index: Path) -> tuple[np.dtype[Any], int, NDArray[np.int64]]:
     if size < head + sequences * 12 + documents * 8:
         raise ValueError(f"{index} is cut off: {size} bytes for {sequences} sequences, {documents} documents")
     mapped = np.memmap(index, np.uint8, mode="r")
-    lengths, firsts = (
-        np.frombuffer(mapped, kind, count, offset)
-        for kind, count, offset in (("<i4", sequences, head), ("<i8", documents, head + sequences * 12))
-    )
+    parts = (("<i4", sequences, 0), ("<i8", sequences, sequences * 4), ("<i8", documents, sequences * 12))
+    lengths, starts, firsts = (np.frombuffer(mapped, kind, count, head + offset) for kind, count, offset in parts)
     ends = np.cumsum(lengths, dtype=np.int64)
+    dtype = np.dtype(CODES[code])
+    if not np.array_equal((ends - lengths) * dtype.itemsize, starts):
+        raise ValueError(f"{index} has sequences that do not lie one behind the other in the .bin; write both anew so")
     # Each document's first sequence; the last entry is the number of sequences.
     inner = firsts[(firsts > 0) & (firsts <= sequences)]
-    return np.dtype(CODES[code]), int(ends[-1]) if sequences else 0, ends[inner - 1] if len(inner) else ends
+    return dtype, int(ends[-1]) if sequences else 0, ends[inner - 1] if len(inner) else ends
