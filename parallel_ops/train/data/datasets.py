@@ -131,6 +131,10 @@ class Dataset:
             for name in (self.column, *self._extra)
         }
         found = each[self.column]
+        for name in each:
+            if pyarrow.compute.list_flatten(table[name]).null_count:
+                last = first + len(table) - 1
+                raise ValueError(f"{self.path}: the column {name!r} has a null in a list, in rows {first} to {last}")
         for name in self._extra:
             if len(rows := np.flatnonzero(each[name] != found)):
                 row = int(rows[0])

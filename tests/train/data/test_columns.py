@@ -60,6 +60,7 @@ def test_padding_is_left_out(tmp_path):
             "the column 'labels' has 6 for the token 5; labels are the tokens",
         ),
         ({"loss_mask": [[1], [], [1, 1]]}, "row 0: 'loss_mask' has 1 values for 4 tokens"),
+        ({"loss_mask": [[1, None, 0, 1], [], [1, 1]]}, "the column 'loss_mask' has a null in a list, in rows 0 to 2"),
         ({"labels": [1, 0, 1]}, "column 'labels' must have lists of integers, got int64"),
         (
             {"position_ids": [[0], [], [0]]},
