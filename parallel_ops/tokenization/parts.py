@@ -9,7 +9,9 @@ processes, so neither do the bytes of the output.
 
 import contextlib
 import dataclasses
+import glob
 import hashlib
+import itertools
 import json
 import os
 import zipfile
@@ -77,7 +79,7 @@ class Store:
                     f"{self._folder} has parts of other {' and '.join(differing)}: remove it, or name another output"
                 )
             found.add(int(path.stem))
-        for path in (self.output, self.output.with_suffix(".idx"), self.output.with_suffix(".mask")):
+        for path in self._outputs():
             if not found and path.exists():
                 raise FileExistsError(f"{path} exists; remove it, or name another output")
         return found
@@ -122,11 +124,16 @@ class Store:
             every = np.concatenate(lengths)
             with _renamed(self.output.with_suffix(".idx")) as file:
                 indexed.write(file, every[every > 0], dtype, masked=masked)
-        for path in (*self._paths(), *self._folder.glob(".*.part")):
+        # Calls that were killed here may have left an output in part.
+        left = [self.output.parent.glob(f".{glob.escape(path.name)}.[0-9]*.part") for path in self._outputs()]
+        for path in (*self._paths(), *self._folder.glob(".*.part"), *itertools.chain(*left)):
             path.unlink()
         with contextlib.suppress(OSError):  # files of somebody else are in it
             self._folder.rmdir()
         return len(every), tokens, loss, empty
+
+    def _outputs(self) -> list[Path]:
+        return [self.output.with_suffix(suffix) for suffix in (".bin", ".idx", ".mask")]
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06}.npz"
