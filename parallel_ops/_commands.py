@@ -125,8 +125,8 @@ def train_command(
     """Trains a model as a TOML file says.
 
     In processes started here, or as a rank under torchrun. Ctrl-C ends the step under way and saves a checkpoint, as
-    SIGTERM does; a second one ends at once. Exit codes: 0 done, or stopped by SIGTERM; 1 failed; 2 wrong settings or
-    files; 130 stopped by Ctrl-C.
+    SIGTERM and SIGHUP do; a second one ends at once. Exit codes: 0 done, or stopped by SIGTERM or SIGHUP; 1 failed; 2
+    wrong settings or files; 130 stopped by Ctrl-C.
 
     Example: parallel-ops train examples/train.toml --set parallel=dp=2,tp=2 --resume
     """

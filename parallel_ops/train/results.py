@@ -47,7 +47,8 @@ class Result:
 
     Attributes:
         step: Optimizer steps taken in total. loss: Loss of the last step of this call; NaN if it took none.
-        stopped: The signal that stopped the run before its last step, ``"SIGTERM"`` or ``"SIGINT"``; else ``None``.
+        stopped: The signal that stopped the run before its last step, ``"SIGTERM"``, ``"SIGINT"`` or ``"SIGHUP"``; else
+            ``None``.
         checkpoint: The newest checkpoint in ``checkpoint.dir``, or ``None``.
         evaluation_loss: Loss of the last evaluation of this call; ``None`` without one.
         best: The lowest evaluation loss of the checkpoints in ``checkpoint.dir``, and its checkpoint, or ``None``.

@@ -147,8 +147,8 @@ class Trainer(RunState):
     def train(self, stopping: GracefulShutdown | None = None) -> Result:
         """Takes the remaining steps, with checkpoints and logs as in the settings.
 
-        SIGTERM and Ctrl-C end it after the current step, with a checkpoint. Lines and logs that cannot be written, as
-        to a closed pipe, do not end it.
+        SIGTERM, SIGHUP and Ctrl-C end it after the current step, with a checkpoint. Lines and logs that cannot be
+        written, as to a closed pipe, do not end it.
 
         Raises:
             NotFinite: A step is not finite, with ``on_nan="stop"``. CheckpointError: A checkpoint cannot be written.

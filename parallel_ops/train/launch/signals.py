@@ -1,4 +1,4 @@
-"""Graceful handling of SIGTERM and SIGINT: the current step ends, and a checkpoint is saved."""
+"""Graceful handling of SIGTERM, SIGINT and SIGHUP: the current step ends, and a checkpoint is saved."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 
 # Seconds in which a repeated signal is ignored: under torchrun Ctrl-C arrives from the terminal and from torchrun.
 _ECHO = 2.0
-SIGNALS = (signal.SIGTERM.name, signal.SIGINT.name)
+SIGNALS = (signal.SIGTERM.name, signal.SIGINT.name, signal.SIGHUP.name)
 
 
 class GracefulShutdown:
@@ -25,7 +25,9 @@ class GracefulShutdown:
 
     def __enter__(self) -> "GracefulShutdown":
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._note) for s in map(signal.Signals.__getitem__, SIGNALS)}
+            for number in map(signal.Signals.__getitem__, SIGNALS):
+                if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(

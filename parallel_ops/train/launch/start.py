@@ -1,7 +1,7 @@
 """Starts a run: in this process, in local processes, or as one rank of torchrun.
 
-Exit codes: 0 finished, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 invalid settings or files, or
-settings that differ between ranks, before any process group; 130 stopped by Ctrl-C, with a checkpoint.
+Exit codes: 0 finished, or stopped by SIGTERM or SIGHUP with a checkpoint; 1 the run failed; 2 invalid settings or
+files, or settings that differ between ranks, before any process group; 130 stopped by Ctrl-C, with a checkpoint.
 """
 
 import contextlib

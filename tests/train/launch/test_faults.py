@@ -32,7 +32,7 @@ def saved(data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path)}, run={"steps": 50})
     handler = signal.getsignal(number)
