@@ -65,7 +65,7 @@ def read(index: Path) -> tuple[np.dtype[Any], int, NDArray[np.int64]]:
     ends = np.cumsum(lengths, dtype=np.int64)
     dtype = np.dtype(CODES[code])
     if not np.array_equal((ends - lengths) * dtype.itemsize, starts):
-        raise ValueError(f"{index} has sequences that do not lie one behind the other in the .bin; write both anew so")
+        raise ValueError(f"{index} has its sequences in another order than the .bin, or with gaps: write both anew")
     # Each document's first sequence; the last entry is the number of sequences.
     inner = firsts[(firsts > 0) & (firsts <= sequences)]
     return dtype, int(ends[-1]) if sequences else 0, ends[inner - 1] if len(inner) else ends

@@ -131,7 +131,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path):
         (whole[:40], "cut off"),
         (b"x" + whole, "not an index"),
         (whole[:17] + b"\x07" + whole[18:], "code 7"),
-        (whole[:66] + whole[74:82] + whole[66:74] + whole[82:], "do not lie one behind the other"),  # places of two
+        (whole[:66] + whole[74:82] + whole[66:74] + whole[82:], "has its sequences in another order"),  # places of two
     ):
         index.write_bytes(content)
         with pytest.raises(ValueError, match=message):
