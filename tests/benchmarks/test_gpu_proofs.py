@@ -15,6 +15,7 @@ from benchmarks.harness.processes import Processes
 from parallel_ops._internal.dispatch.registration import cuda_kernels
 from parallel_ops.ops.attention.options import BACKENDS
 from parallel_ops.planner.plan import SCHEDULES
+from support.further import thinned
 from support.ranks.answers import answer
 
 
@@ -45,7 +46,7 @@ NAMES_OF_RANKS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(NAMES_OF_RANKS[0], marks=pytest.mark.runs), *NAMES_OF_RANKS[1:]])
+@pytest.mark.parametrize("name", thinned(NAMES_OF_RANKS[::-1]))
 def test_proofs_over_ranks(two, tmp_path, name):
     proof = proofs()[name]
     two.run(proof.run, "cpu", str(tmp_path / "store"), *proof.arguments, seconds=120)

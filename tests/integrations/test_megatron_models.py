@@ -47,7 +47,10 @@ CASES = {
 
 
 # Each is near a case that stays.
-LONG = {"recomputed experts", "experts that drop tokens", "every rank has all experts", "gradients in bfloat16"}
+LONG = {
+    "recomputed experts", "experts that drop tokens", "every rank has all experts", "gradients in bfloat16", "window",
+    "experts by all-gather", "recomputed", "fused gradients, overlapped reduction",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.runs] * (name in LONG)) for name in CASES])

@@ -5,6 +5,7 @@ import torch
 
 from parallel_ops import layers
 from parallel_ops.models import Transformer
+from support.further import thinned
 from support.numerics import layer_reductions as on_rank
 from support.parallelism import layers as of_layers
 from support.ranks.distributed import ranks
@@ -68,7 +69,7 @@ def test_layers_by_the_backend_have_the_gradients_of_the_exact_sum(size, kind):
 
 
 @pytest.mark.parametrize("kind", on_rank.MODELS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", thinned([4, 2]))
 def test_models_by_the_backend_have_the_gradients_of_the_exact_sum(size, kind):
     for sequence_parallel in (False, True):
         exact, backend = (

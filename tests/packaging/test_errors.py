@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.further import thinned
+
 ROOT = Path(__file__).parents[2]
 SOURCE = """
 #include <cstring>
@@ -29,7 +31,7 @@ print(into.value.decode())
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("library", ["-static-libstdc++", "-shared-libgcc"])
+@pytest.mark.parametrize("library", thinned(["-static-libstdc++", "-shared-libgcc"]))
 def test_a_message_is_made_without_streams(tmp_path, library):
     source, built = tmp_path / "message.cpp", tmp_path / "message.so"
     source.write_text(SOURCE)

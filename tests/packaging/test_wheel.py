@@ -196,6 +196,7 @@ def test_the_sdist_has_what_the_build_reads(tree, sdist):
     assert list(sdist.rglob("*.so")) == []
 
 
+@pytest.mark.runs
 def test_the_sdist_builds_the_same_wheel(wheel, wheel_of_sdist, compiler):
     first, second = contents(wheel), contents(wheel_of_sdist)
     assert first.keys() == second.keys()

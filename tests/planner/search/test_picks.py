@@ -9,6 +9,7 @@ from parallel_ops.planner.cli import comparison
 from parallel_ops.planner.export import TARGETS, systems
 from parallel_ops.planner.search.result import division, features
 from parallel_ops.planner.validation.published_runs import published_runs
+from support.further import thinned
 
 # Model, tokens of a sequence (0: the model's), cluster, batch, system, fields of the recipes.
 QUESTIONS = {
@@ -96,7 +97,7 @@ FASTER = {
 KEPT = ("grad_dtype", "activation_dtype", "inplace_loss", "cuda_graph", "dispatcher", "ep_overlap", "capacity_factor")
 
 
-@pytest.mark.parametrize(("name", "gpu", "gpus", "dtype"), RECIPES)
+@pytest.mark.parametrize(("name", "gpu", "gpus", "dtype"), thinned(RECIPES))
 def test_the_first_plan_beside_a_tuned_recipe_with_experts(name, gpu, gpus, dtype):
     asked = gpu, gpus, dtype
     runs = [run for run in published_runs(name) if (run.cluster.gpu.name, run.plan.gpus, run.plan.dtype) == asked]

@@ -17,6 +17,7 @@ from parallel_ops.train.checkpoint import resume
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints, steps_in
 from parallel_ops.train.checkpoint.owner import FILE, Owner
 from parallel_ops.train.checkpoint.removal import remove
+from support.further import thinned
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 from support.runs.faults import names
@@ -37,7 +38,7 @@ def test_a_folder_has_one_owner_until_it_closes(tmp_path):
 OWN = "import sys, time, pathlib; from parallel_ops.train.checkpoint.owner import Owner; {}; time.sleep(100)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", thinned([signal.SIGKILL, signal.SIGSTOP]))
 def test_the_folder_of_a_process_that_is_gone_is_taken_over_at_once(tmp_path, number):
     """That of one that is stopped is not."""
     code = OWN.format(f"own = Owner(pathlib.Path({str(tmp_path)!r})); print('owns', flush=True)")

@@ -75,7 +75,7 @@ def steps(data, model, plan, kind="none"):
 @pytest.mark.parametrize(
     ("model", "plan", "kind"),
     [
-        pytest.param(model, *plan, marks=[pytest.mark.runs] * (number % 2))
+        pytest.param(model, *plan, marks=[pytest.mark.runs] * (number % 3 > 0))
         for model, plans in (("experts", PLANS), ("gpt-oss", PLANS_WITH_SINKS))
         for number, plan in enumerate(plans)
     ],

@@ -12,6 +12,7 @@ import safetensors.torch
 from parallel_ops import __main__
 from parallel_ops.models import Transformer
 from parallel_ops.train.checkpoint.export import export
+from support.further import thinned
 from support.integrations import huggingface_folders as folders
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
@@ -101,13 +102,13 @@ OF_EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 
 @pytest.mark.parametrize(
     ("kind", "targets", "modules", "parameters"),
-    [
+    thinned([
         ("DeepseekV3", ["layers.*"], {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
          OF_EXPERTS),
         ("Mixtral", ["layers.*.experts.*"], set(), OF_EXPERTS),
         ("GptOss", ["q_proj", "layers.1.mlp.experts.gate_up"], {"q_proj"}, ["model.layers.1.mlp.experts.gate_up_proj"]),
         ("GptOss", ["layers.*.experts.down"], set(), OF_EXPERTS[:1]),
-    ],
+    ]),
 )  # fmt: skip
 @pytest.mark.parametrize(
     "plan", [{"tp": 2, "ep": 2}, pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.runs)], ids=str
