@@ -35,7 +35,7 @@ from parallel_ops.comm.errors import Board, named
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.signals import GracefulShutdown
+from parallel_ops.train.launch.signals import GracefulShutdown, stop_signals
 from parallel_ops.train.launch.watchdog import during, is_lost, longest
 from parallel_ops.train.launch.worker import run_rank
 from parallel_ops.train.planner_bridge import uses_cuda
@@ -149,10 +149,7 @@ class _Agent:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
-        stops = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
-            stops.append(signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in stops}
+        before = {number: signal.signal(number, note) for number in stop_signals()}
         try:
             self._thread.start()
             leftover = _Leftover(board, seconds)

@@ -12,6 +12,12 @@ _ECHO = 2.0
 SIGNALS = (signal.SIGTERM.name, signal.SIGINT.name, signal.SIGHUP.name)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Those that stop a run: of ``SIGNALS`` all but a SIGHUP that ``nohup`` has this process ignore."""
+    hup = signal.SIGHUP
+    return [s for s in map(signal.Signals.__getitem__, SIGNALS) if s != hup or signal.getsignal(hup) != signal.SIG_IGN]
+
+
 class GracefulShutdown:
     """A context in which ``stop_signal`` is the name of the first signal received, or ``None``.
 
@@ -25,9 +31,7 @@ class GracefulShutdown:
 
     def __enter__(self) -> "GracefulShutdown":
         if threading.current_thread() is threading.main_thread():
-            for number in map(signal.Signals.__getitem__, SIGNALS):
-                if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                    self._before[number] = signal.signal(number, self._note)
+            self._before = {number: signal.signal(number, self._note) for number in stop_signals()}
         return self
 
     def __exit__(
