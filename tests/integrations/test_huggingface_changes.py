@@ -255,7 +255,7 @@ def test_replicas_of_data_parallel(family, monkeypatch):
 
 @kinds
 def test_regions_that_accelerate_compiles(family):
-    accelerate = pytest.importorskip("accelerate", "1.7")
+    accelerate = pytest.importorskip("accelerate", "1.7", reason="needs accelerate, 1.7 or later")
     model = model_of(family)
     expected = step(model, **batch(), use_cache=False)
     huggingface.apply(model)

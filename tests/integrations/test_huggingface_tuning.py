@@ -5,7 +5,6 @@ import torch
 import transformers
 
 from parallel_ops.integrations import huggingface
-from support.further import thinned
 from support.integrations.huggingface import LENGTH, VOCAB
 from support.integrations.huggingface_families import HYBRIDS, model_of
 
@@ -43,7 +42,7 @@ def compare(family, adapt, trainer_of):
     return handle
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_peft(family, tmp_path):
     """On all linears, and on the gates and ups of stacked experts."""
     peft = pytest.importorskip("peft", reason="peft is no dependency")

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ops import ParallelMesh, vocab_parallel_linear_cross_entropy
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
-from support.further import thinned
 from support.parallelism.layers import local, mesh_of, set_handles, whole
 from support.ranks.distributed import Raised, ranks
 
@@ -197,7 +196,7 @@ def compare(got, losses, weights):
         torch.testing.assert_close(got[1][name], weight, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("layout", thinned(LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_norms_and_weights_are_those_of_one_process(layout):
     losses, second, _ = alone()
     for got in ranks(4).run(train, layout):

@@ -14,7 +14,6 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.context import Context
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
-from support.further import thinned
 from support.parallelism.layers import mesh_of
 from support.ranks.distributed import Raised, ranks
 
@@ -172,7 +171,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", thinned(MODELS))
+@pytest.mark.parametrize("kind", MODELS)
 def test_ranks_without_tokens(kind):
     """A sequence of three tokens or one on four ranks, in every layout."""
     ranks(4).run(short_sequences, MODELS[kind])

@@ -13,7 +13,6 @@ import pytest
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.planner_bridge import cluster_of, forecast, model_of, rank_memory
-from support.further import thinned
 from support.ranks.distributed import ranks
 from support.transports import traffic
 
@@ -139,7 +138,7 @@ def check_held(case, samples):
         assert gathered < parameters <= gathered * (1 + ranked)
 
 
-@pytest.mark.parametrize("number", thinned(range(len(CASES))), ids=IDS)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
 def test_a_step_sends_and_holds_what_the_planner_says(folder, number):
     counts, samples = zip(*run(folder, CASES[number]), strict=True)
     check_sent(CASES[number], counts)

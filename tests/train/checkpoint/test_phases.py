@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_ops.train import CheckpointError, Trainer
+from support.further import thinned
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 from support.runs.trainer import parallel_ops
@@ -138,9 +139,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "plan", [*PLANS[::2], *(pytest.param(p, marks=pytest.mark.runs) for p in PLANS[1::2])], ids=str
-)
+@pytest.mark.parametrize("plan", thinned(PLANS), ids=str)
 def test_a_phase_begins_on_any_plan(data, tmp_path, plan):
     """Longer sequences, a larger vocabulary, another base and merged adapters: as one process begins it."""
     first_phase(data, tmp_path / "full")

@@ -8,6 +8,7 @@ import torch
 
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel.cut import Stages
+from support.further import thinned
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 
@@ -75,9 +76,8 @@ def steps(data, model, plan, kind="none"):
 @pytest.mark.parametrize(
     ("model", "plan", "kind"),
     [
-        pytest.param(model, *plan, marks=[pytest.mark.runs] * (number % 3 > 0))
-        for model, plans in (("experts", PLANS), ("gpt-oss", PLANS_WITH_SINKS))
-        for number, plan in enumerate(plans)
+        *thinned(("experts", *plan) for plan in PLANS),
+        *thinned(("gpt-oss", *plan) for plan in PLANS_WITH_SINKS),
     ],
 )
 def test_any_plan_takes_the_steps_of_one_process(data, model, plan, kind):

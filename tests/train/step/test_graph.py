@@ -68,7 +68,7 @@ def both(rank, plans):
     return [[steps_of(rank, settings, fake=number == 1) for number, settings in enumerate(pair)] for pair in plans]
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.runs)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.runs] * (size > 2)) for size in PLANS])
 def test_replays_are_eager_steps(size, data):
     """Every plan can be captured; what replays compute is what eager steps compute, up to the rounding of the rates,
     which are of fp32 on the device."""
@@ -95,7 +95,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.runs)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.runs] * (size > 2)) for size in SHARED])
 def test_dropless_experts_of_several_ranks(size, data):
     """Steps in which no capacity is full are eager steps up to rounding, others bit by bit, on all ranks alike."""
     capacities = [4.0, 0.1, 2.5]  # never full, always, in some steps

@@ -77,7 +77,7 @@ def both(rank, plans):
     return [[steps_of(rank, settings, fake=fake) for fake in (False, True)] for settings in plans]
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.runs)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.runs] * (size > 2)) for size in PLANS])
 def test_replays_are_eager_steps(size, data):
     """Every plan has the bits of eager steps; each layer is replayed, forward and backward, for each micro-batch."""
     plans = [runs.settings_of(data, **sections, run={"cuda_graph": "layers"}) for sections in PLANS[size].values()]

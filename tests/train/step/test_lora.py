@@ -62,7 +62,7 @@ MORE_EXPERT_PLANS = [
     ("kind", "plans"),
     [
         ("llama", PLANS),
-        pytest.param("gpt", [{"tp": 2}, {"pp": 2}], marks=pytest.mark.runs),
+        ("gpt", [{"tp": 2}, {"pp": 2}]),
         ("deepseek", EXPERT_PLANS),
         pytest.param("llama", MORE_PLANS, marks=pytest.mark.runs),
         pytest.param("deepseek", MORE_EXPERT_PLANS, marks=pytest.mark.runs),
