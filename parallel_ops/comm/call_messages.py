@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,26 +19,43 @@ OK, FAILED = 0, 1
 
 
 class Gather:
-    """An all-gather of one message of every rank, under way until ``wait``."""
+    """An all-gather of one message of every rank, under way until all is received and sent.
 
-    __slots__ = ("_message", "_received", "_works")
+    A rank that is lost does not keep this one's message from the others: they may not have noticed yet, and would wait
+    for it until the group's timeout.
+    """
+
+    __slots__ = ("_lost", "_message", "_received", "_receives", "_sends")
 
     def __init__(self, group: ProcessGroup, message: Tensor) -> None:
         self._message, self._received = message, message.new_empty((group.size(), message.numel()))
+        self._lost: RuntimeError | None = None
+        self._sends: list[dist.Work] = []
+        self._receives: list[dist.Work] = []
         if not _has_tags(message):
-            self._works = [all_gather_single(self._received.view(-1), message, group=group, async_op=True)]
+            self._receives.append(all_gather_single(self._received.view(-1), message, group=group, async_op=True))
             return
-        rank, self._works = group.rank(), []
+        rank = group.rank()
         self._received[rank].copy_(message)
-        others = [(rank + k) % group.size() for k in range(1, group.size())]
-        self._works += [group.send([message], peer, _TAG) for peer in others]
-        self._works += [group.recv([self._received[peer]], peer, _TAG) for peer in others]
+        for peer in ((rank + k) % group.size() for k in range(1, group.size())):
+            try:
+                self._sends.append(group.send([message], peer, _TAG))
+                self._receives.append(group.recv([self._received[peer]], peer, _TAG))
+            except RuntimeError as error:
+                self._lost = error
 
-    def wait(self, *seconds: timedelta) -> Tensor:
-        """Every rank's message, on the CPU."""
-        for work in self._works:
+    def receive(self, *seconds: timedelta) -> Tensor:
+        """Waits for every rank's message, and returns them on the CPU."""
+        if self._lost is not None:
+            raise self._lost
+        for work in self._receives:
             work.wait(*seconds)
         return self._received.cpu()
+
+    def sent(self, *seconds: timedelta) -> None:
+        """Waits until the other ranks have this one's message."""
+        for work in self._sends:
+            work.wait(*seconds)
 
 
 def _has_tags(message: Tensor) -> bool:

@@ -48,8 +48,10 @@ _MOST_CHECKED = 4096
 # Groups in which calls with CPU tensors are checked once, like those with CUDA tensors.
 _first_only: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
-# Failures not yet delivered, with their buffers, by group.
+# What other ranks may not have read yet, with its buffers, by group: failures, and this rank's message beside one.
 _posted: dict[ProcessGroup, list["Gather"]] = {}
+# The same in groups that have lost a rank, which end when the user ends them: the others wait for it meanwhile.
+_last_message: weakref.WeakKeyDictionary[ProcessGroup, "Gather"] = weakref.WeakKeyDictionary()
 # How long a process that ends waits for their delivery.
 _LEAVING_SECONDS = 2.0
 
@@ -245,7 +247,9 @@ def _leave() -> None:
     for group, gathers in _posted.items():
         for gather in gathers:
             try:
-                gather.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
+                left = timedelta(seconds=max(0.01, end - time.monotonic()))
+                gather.receive(left)
+                gather.sent(left)
             except RuntimeError:
                 # Destroying the group would wait for its other ranks.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -263,15 +267,25 @@ def _compare(group: ProcessGroup, call: CallSignature, device: torch.device) -> 
 def _exchange(group: ProcessGroup, call: CallSignature, device: torch.device) -> list[list[int]]:
     words = call.text if isinstance(call.text, str) else call.text()
     with translate_backend_errors(call.op, group):
-        messages = Gather(group, message_of(group, call.op, call.same, call.own, words, OK, device)).wait()
+        gather = Gather(group, message_of(group, call.op, call.same, call.own, words, OK, device))
+    try:
+        with translate_backend_errors(call.op, group):
+            messages = gather.receive()
+    except PeerError:
+        _last_message[group] = gather
+        raise
     if _posted.pop(group, None):  # messages arrive in order
         retract_failure(group)
     end = 3 + 2 * group.size()
     numbers = messages[:, : 8 * end].contiguous().view(torch.int64).tolist()
     failed = [rank for rank, row in enumerate(numbers) if row[0] == FAILED]
     if failed:
+        # No wait for the sends: that rank may be gone, and gloo does not end a send under way before the timeout.
+        _posted[group] = [gather]
         text = texts_of(messages[failed, 8 * end :])[0][1]
         raise shared_error(group, f"{call.op}: rank {failed[0]} of the group {text}")
+    with translate_backend_errors(call.op, group):
+        gather.sent()
     if len({row[1] for row in numbers}) > 1:
         calls = texts_of(messages[:, 8 * end :])
         same_op = len({op for op, _ in calls}) == 1

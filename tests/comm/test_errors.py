@@ -5,10 +5,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from parallel_ops.comm.call_messages import Gather
 from parallel_ops.comm.errors import translate_backend_errors
 from support.ranks import failures
 from support.ranks.distributed import Raised, Ranks, ranks
@@ -53,6 +56,30 @@ def test_killed():
         "rank 0 failed in Layer: RuntimeError: no more memory" in m.replace("of the group ", "") for m in reported
     )
     check(outcomes, lost, 5)
+
+
+def message_beside_a_lost_rank(rank, lost):
+    """What a rank receives from one that has noticed the loss of a third, as it has itself."""
+    world = dist.group.WORLD
+
+    def send(tensors, peer, tag):
+        if peer == lost:
+            raise RuntimeError("Connection closed by peer")
+        return world.send(tensors, peer, tag)
+
+    if rank == lost:
+        return None
+    gather = Gather(mock.Mock(wraps=world, send=send), torch.tensor([rank]))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        gather.receive()
+    for work in gather._receives:
+        work.wait()
+    return gather._received.flatten().tolist()[3 - lost - rank]
+
+
+def test_a_lost_rank_does_not_keep_a_message_from_the_others():
+    """They may not have noticed, and would wait for it until the timeout."""
+    assert ranks(3).run(message_beside_a_lost_rank, 0) == [None, 2, 1]
 
 
 @pytest.mark.parametrize("guilty", [0, 1, 2])
