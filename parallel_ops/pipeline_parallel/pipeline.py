@@ -178,15 +178,18 @@ class Pipeline:
             raise ValueError(f"Pipeline: inputs must have {expected} micro-batches, got {len(inputs)}")
         messages = self._messages_of(inputs)
         self._reduction.start()
+        tied, before = self.model.tied_weight, None
+        if self._tied_with is not None and tied is not None:
+            before, tied.grad = tied.grad, None  # of earlier steps: already the sum of both ends
         if self._loads is not None:
             self._loads.begin(inputs[0]["tokens"].device)
         with published_errors(self.group):
             losses = self.executor.step(self._forward(inputs, around), scale, **messages)
         self._reduction.end()
-        tied = self.model.tied_weight
         if self._tied_with is not None and tied is not None and (grad := tied.grad) is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             add_between_ends(local, self._link, self.rank, self._tied_with)
+            tied.grad = grad if before is None else before.add_(grad)
         return losses
 
     @torch.no_grad()

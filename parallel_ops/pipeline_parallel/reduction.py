@@ -38,6 +38,7 @@ class Reduction(Observer):
     def start(self) -> None:
         """Prepares the first forward of a step."""
         if isinstance(self._model, FSDPModule):
+            self._model.reshard()  # what an evaluation has left whole: the shards have the gradients of earlier steps
             self._model.set_requires_gradient_sync(False)
             self._model.set_is_last_backward(False)
             self._model.set_reshard_after_backward(self._zero == 3)

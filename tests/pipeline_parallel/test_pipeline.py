@@ -173,6 +173,16 @@ def test_every_run_has_the_same_bits(schedule):
         assert all(torch.equal(grad, other_grads[name]) for name, grad in grads.items())
 
 
+def test_gradients_add_up_over_steps():
+    """That of the table which both ends share, too."""
+    for more in ("tp=2", "dp=2,zero=2"):
+        text = f"pp=2,schedule=1f1b,global_batch=4,dtype=fp32,{more}"
+        for (once, norm), (twice, double) in ranks(4).run(staged.accumulated, text):
+            assert double == pytest.approx(2 * norm, rel=1e-5)
+            for name, grad in twice.items():
+                torch.testing.assert_close(grad, 2 * once[name], rtol=1e-5, atol=1e-5, msg=f"{more}: {name}")
+
+
 @pytest.mark.parametrize("more", thinned(["dp=2,zero=3", "dp=2,zero=1", "tp=2", "cp=2,zero=2"]))
 def test_bfloat16(more):
     """As close to fp32 as one process in bfloat16, but for the order of sums."""

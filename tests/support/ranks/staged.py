@@ -111,6 +111,18 @@ def step(
     )
 
 
+def accumulated(rank: int, text: str) -> list[tuple[dict[str, Tensor], float]]:
+    """(gradients, norm) of a step, and of two without ``zero_grad``, with an evaluation between them."""
+    model, pipeline, plan, mesh = build(text, GPT2)
+    given, found = inputs_of(GPT2, plan, mesh.rank("dp"), False), []
+    for _ in range(2):
+        pipeline.step(given, lambda _: 1.0)
+        grads = {plain_name(name): whole(p.grad).clone() for name, p in model.named_parameters()}
+        found.append((grads, pipeline.total_norm().item()))
+        pipeline.evaluate(given)
+    return found
+
+
 def work(rank: int, text: str, split: bool) -> tuple[dict[str, int], dict[str, int]]:
     """(matmuls, exchanges) by kind of a step of a sequence-parallel model, after a first one."""
     config = dataclasses.replace(LLAMA, num_layers=2)
