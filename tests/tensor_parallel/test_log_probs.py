@@ -68,6 +68,16 @@ def test_without_entropy_the_log_probs_have_the_same_bits(device):
 
 
 @devices
+def test_no_rows(device):
+    h, w, tokens, bias = inputs((0, 2), 8, 30, device=device)
+    teacher = torch.randn(0, 2, 30, device=device)
+    for op in (both(linear_log_probs), lambda h, w, _, bias: linear_kl_divergence(h, w, teacher, bias=bias)):
+        y, *grads = suite.forward_backward(op, [h, w, tokens, bias])
+        assert y.shape[-2:] == (0, 2)
+        assert not any(grad.any() for grad in grads)
+
+
+@devices
 def test_ignored_tokens_and_absent_columns(device):
     h, w, tokens, bias = inputs((12,), 8, 30, device=device)
     bias = torch.where(torch.arange(30, device=device) >= 25, -torch.inf, bias.detach()).requires_grad_()

@@ -220,7 +220,7 @@ def forward(
             # A column that the teacher does not have adds nothing, whatever the student's is.
             part[rows] = row_sums(torch.where(q == 0, 0.0, q.mul_(log_q.sub_(log_p))))
         losses[i].copy_(sum_of_shards(NAME, part, group).view(losses[i].shape))
-        kept[i].copy_(torch.cat([of_z[:2], of_y[:2]]).view(-1, *t.shape))
+        kept[i].copy_(torch.cat([of_z[:2], of_y[:2]]).view_as(kept[i]))
     return loss, saved
 
 

@@ -221,7 +221,7 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor,
         if options.entropy:
             rows += [torch.where(where == COLUMN_IGNORED, 0.0, sum_of_shards(NAME, row_entropy(z, row_saved), group))]
         columns[i].copy_(where.view(t.shape))
-        kept[i].copy_(torch.stack(rows).view(-1, *t.shape))
+        kept[i].copy_(torch.stack(rows).view_as(kept[i]))
     log_probs.copy_(saved[2].view(tokens.shape))
     if options.entropy:
         entropy.copy_(saved[3].view(tokens.shape))
