@@ -171,7 +171,8 @@ class Pipeline:
             The loss of each micro-batch on ranks with the last stage; empty elsewhere.
 
         Raises:
-            ValueError: There are other inputs than micro-batches of the schedule, or they differ in shape.
+            TypeError: An input is no mapping, or has no tokens. ValueError: There are other inputs than micro-batches
+                of the schedule, or their tokens differ in shape or are not ``[s, b]``.
             PeerError: A rank of the pipeline is lost; names the message that did not arrive.
         """
         if len(inputs) != (expected := 1 + max(action.micro_batch for action in self.schedule[self.rank])):
@@ -224,9 +225,13 @@ class Pipeline:
 
     def _messages_of(self, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Shape, dtype and device of the messages of a step."""
+        for given in inputs:
+            if not isinstance(given, Mapping) or not isinstance(given.get("tokens"), Tensor):
+                got = list(given) if isinstance(given, Mapping) else type(given).__name__
+                raise TypeError(f"Pipeline: inputs must be mappings with a tensor 'tokens', got {got}")
         shapes = {tuple(given["tokens"].shape) for given in inputs}
-        if len(shapes) > 1:
-            raise ValueError(f"Pipeline: inputs must have tokens of one shape, got {sorted(shapes)}")
+        if len(shapes) != 1 or len(min(shapes)) != 2:
+            raise ValueError(f"Pipeline: inputs must have tokens of one shape [s, b], got {sorted(shapes)}")
         tokens = inputs[0]["tokens"]
         return {"shape": self.model.stream_shape(*tokens.shape), "dtype": self.dtype, "device": tokens.device}
 

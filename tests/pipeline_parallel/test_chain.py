@@ -111,6 +111,28 @@ def test_schedules_that_need_the_packages_linears():
         assert "models without the package's linears cannot; take '1f1b'" in outcome.message
 
 
+def refused(rank: int) -> list[str]:
+    """The errors of inputs that are no micro-batches of tokens."""
+    plan, mesh, found = Plan.parse("pp=4,global_batch=2,dtype=fp32"), mesh_of(pp=4), []
+    pipeline = Pipeline(parallelize(chain(), mesh, plan), mesh, plan)
+    pair, images = batches(2), [{"tokens": torch.zeros(2, 3, 8, 8)}] * 2
+    for inputs in ([], [tuple(given.values()) for given in pair], [{"input_ids": pair[0]["tokens"]}] * 2, images):
+        with pytest.raises((TypeError, ValueError)) as error:
+            pipeline.evaluate(inputs)
+        found.append(str(error.value))
+    return found
+
+
+def test_inputs_that_are_no_tokens():
+    for found in ranks(4).run(refused):
+        assert found == [
+            "Pipeline: inputs must have tokens of one shape [s, b], got []",
+            "Pipeline: inputs must be mappings with a tensor 'tokens', got tuple",
+            "Pipeline: inputs must be mappings with a tensor 'tokens', got ['input_ids']",
+            "Pipeline: inputs must have tokens of one shape [s, b], got [(2, 3, 8, 8)]",
+        ]
+
+
 class Beside(Model):
     """Has a parameter that no module of the chain has."""
 
