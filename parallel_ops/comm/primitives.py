@@ -43,9 +43,9 @@ def _sendable(t: Tensor) -> Tensor:
     return flat if t.dtype in _SENT_AS_IS else flat.view(torch.uint8)
 
 
-def gathered(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[P, *x.shape]``: ``x`` of every rank, of the same shape."""
-    out = x.new_empty((group.size(), *x.shape))
+def gathered(op: str, x: Tensor, group: ProcessGroup, shape: Sequence[int] | None = None) -> Tensor:
+    """``[P, *x.shape]``, or the same elements as ``shape``: ``x`` of every rank, of the same shape."""
+    out = x.new_empty((group.size(), *x.shape) if shape is None else shape)
     with translate_backend_errors(op, group):
         all_gather_single(_sendable(out), _sendable(x.contiguous()), group=group)
     return out
@@ -90,8 +90,9 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
     _agree(op, x, process_group, (rest, dim, *sizes), f"dim={dim}, sizes={list(sizes)}")
     if len(set(sizes)) == 1:
-        out = gathered(op, x, process_group)
-        return out.flatten(0, 1) if dim == 0 else torch.cat(out.unbind(), dim=dim)
+        if dim == 0:  # autograd lets nobody write to a view that a function returns
+            return gathered(op, x, process_group, (sum(sizes), *x.shape[1:]))
+        return torch.cat(gathered(op, x, process_group).unbind(), dim=dim)
     # No backend gathers uneven shards in one call, so they travel padded to the largest.
     padded = x.new_zeros((*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)

@@ -130,6 +130,10 @@ def test_all_to_all_of_rank_dependent_counts(size):
         assert torch.equal(grad, torch.cat(back))
 
 
+def test_results_may_be_written_over():
+    ranks(2).run(collectives.written_over)
+
+
 def test_without_a_group():
     x = torch.randn(3, 4, requires_grad=True)
     for op in (comm.copy_to_group, comm.reduce_from_group, comm.all_gather, comm.reduce_scatter, comm.all_to_all):

@@ -128,7 +128,9 @@ def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, *argume
     layout = agreed_layout(_NAME, group, logits.shape[-1], target, options, kind)
     loss, column, saved = row_losses(_NAME, logits, target.contiguous(), class_weight, options, group, layout)
     loss, divisor = kernels.reduced(loss, options, column, saved)
-    return loss.view(target.shape) if options.per_row else loss, column, saved, divisor
+    if options.per_row:  # autograd lets nobody write to a view that a function returns
+        loss = torch.ops.aten._unsafe_view.default(loss, target.shape)
+    return loss, column, saved, divisor
 
 
 _op = register(

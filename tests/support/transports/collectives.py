@@ -30,6 +30,20 @@ def call(rank: int, op: str, shards: list[Tensor], grads: list[Tensor] | None, o
     return out.detach(), x.grad
 
 
+def written_over(rank: int) -> None:
+    """Results that are written to have the gradients of those that are not."""
+    group = dist.group.WORLD
+    for op in (
+        lambda x: comm.all_gather(x, group),
+        lambda x: comm.gather_from_group(x, group),
+        lambda x: vocab_parallel_cross_entropy(x, torch.arange(3), group=group, reduction="none"),
+    ):
+        x, y = (torch.ones(3, 4, requires_grad=True) for _ in range(2))
+        op(x).mul_(2).sum().backward()
+        (op(y) * 2).sum().backward()
+        assert torch.equal(x.grad, y.grad)
+
+
 def disagree(rank: int, op: str, shapes: list[Any], options: list[dict[str, Any]]) -> Tensor:
     """``op`` with this rank's own shape (or something that is no shape, passed as it is) and options."""
     x = torch.ones(shapes[rank]) if isinstance(shapes[rank], tuple) else shapes[rank]
