@@ -128,7 +128,8 @@ def select_algorithm(
         left, right = (-1 if n is None else n for n in (options.left, options.right))
         mask = options.causal, (left, -1 if options.causal else right)
         if torch.compiler.is_compiling():
-            return Algorithm(_compiled_ulysses_degree(size, q.shape[2], heads, *mask), False)
+            counts = [len(range(n)) for n in (q.shape[2], heads)]  # ints, where dynamic=True has a symbol for each size
+            return Algorithm(_compiled_ulysses_degree(size, *counts, *mask), False)
         documents = _documents(options.cu_seqlens, q, group, length) or options.packed
         shape = _shape(q, k, group, cp_layout, *mask, documents, length)
         return select(shape, link_of(q.device, q.dtype, group)).algorithm

@@ -25,7 +25,7 @@ def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def compiled(rank: int, algorithm: str) -> list[list[Tensor]]:
+def compiled(rank: int, algorithm: str, dynamic: bool | None = None) -> list[list[Tensor]]:
     """(O, dq, dk, dv), eager and compiled to one graph, for two lengths."""
     torch._dynamo.reset()
 
@@ -35,7 +35,7 @@ def compiled(rank: int, algorithm: str) -> list[list[Tensor]]:
             ring_attention(q * 1, k, v, group=dist.group.WORLD, algorithm=algorithm, window_size=(4, 0), length=length)
         )
 
-    results, function = [], torch.compile(run, fullgraph=True, backend="aot_eager")
+    results, function = [], torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for s in (4, 6, 7):
         for f in (run, function):
             leaves = inputs(rank, s)
@@ -126,9 +126,11 @@ def test_activation_checkpointing(algorithm, how, recomputed):
         assert (posted > 0) == recomputed
 
 
-@pytest.mark.parametrize("algorithm", ["all_to_all", "auto", "ring"])
-def test_compiles_to_one_graph_for_any_length(algorithm):
-    for results in ranks(2).run(compiled, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "dynamic"), [("all_to_all", None), ("auto", None), ("auto", True), ("ring", None)]
+)
+def test_compiles_to_one_graph_for_any_length(algorithm, dynamic):
+    for results in ranks(2).run(compiled, algorithm, dynamic):
         for eager, one_graph in zip(results[::2], results[1::2], strict=True):
             torch.testing.assert_close(one_graph, eager, rtol=1e-4, atol=1e-5)
 
