@@ -124,7 +124,7 @@ class Router(Replicated):
             "score": score, "top_k_first": top_k_first, "normalize": normalize, "scale": scale, "groups": groups,
             "top_groups": top_groups,
         }  # fmt: skip
-        zeros = torch.zeros(num_experts, device=self.weight.device) if selection_bias else None
+        zeros = torch.zeros(num_experts, device=self.weight.device, dtype=torch.float32) if selection_bias else None
         self.register_buffer("selection_bias", zeros)
 
     def reset_parameters(self) -> None:
@@ -132,6 +132,14 @@ class Router(Replicated):
         super().reset_parameters()
         if (bias := self._buffers.get("selection_bias")) is not None:  # which is made after the parameters
             bias.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """Moves and casts, but no selection bias to 16 bits: they would lose the steps that change it."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.selection_bias is not None and self.selection_bias.itemsize < 4:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
 
     def forward(self, x: Tensor) -> Routing:
         """The routing of ``x``, ``[t, hidden_size]``.

@@ -18,6 +18,22 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_selection_bias_keeps_its_bits_in_a_model_of_16_bits(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        moe = ParallelMoE(12, 10, 4, 2, tp_mesh=None, score="sigmoid", selection_bias=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    bias = moe.router.selection_bias.fill_(0.5).add_(0.001).clone()
+    assert bias.dtype is torch.float32
+    for cast in (moe.float, lambda: moe.to(dtype), lambda: moe.to("cpu", dtype)):
+        cast()
+        assert torch.equal(moe.router.selection_bias, bias)
+    assert moe.router.weight.dtype is moe(torch.randn(5, 3, 12, dtype=dtype)).dtype is dtype
+    assert moe.double().router.selection_bias.dtype is torch.float64
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_process_is_a_loop_over_the_experts(options):
     torch.manual_seed(0)
