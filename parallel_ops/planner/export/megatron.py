@@ -107,6 +107,10 @@ def _model(model: Model) -> Iterator[Option]:
             yield "--num-query-groups", str(model.num_kv_heads)
         if model.head_dim * model.num_heads != model.hidden_size:
             yield "--kv-channels", str(model.head_dim)
+    if any(model.windows):
+        yield "--window-size", f"{model.window - 1},0"  # keys before that of the query itself
+        if not all(model.windows):
+            yield "--window-attn-skip-freq", f"[{','.join(str(int(window > 0)) for window in model.windows)}]"
     yield from [("--mtp-num-layers", str(model.prediction_layers))] if model.prediction_layers else []
     yield from [("--swiglu",)] if model.gated else []
     yield from [("--disable-bias-linear",)] if model.bias != "all" else []

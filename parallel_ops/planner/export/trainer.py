@@ -111,6 +111,8 @@ def _shape(model: Model) -> dict[str, Any]:
         "positions": model.positions,
         "tied_embeddings": model.tied_embeddings,
     }
+    if any(model.windows):
+        shape["window"] = model.window if all(model.windows) else [window or "none" for window in model.windows]
     if model.prediction_layers:
         shape["prediction_layers"] = model.prediction_layers
     if model.latent:

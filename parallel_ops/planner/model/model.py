@@ -68,6 +68,11 @@ class Model(LayerShape):
         index = {(kind.shape.layers[0], kind.sparse): number for number, kind in enumerate(self.kinds)}
         return tuple(index[self._name(layer), self.is_sparse(layer)] for layer in range(self.all_layers))
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Keys that a query of each layer sees; 0 for all."""
+        return tuple(self.window if self._name(layer) == "window" else 0 for layer in range(self.num_layers))
+
     def _name(self, layer: int) -> str:
         return "mtp" if layer >= self.num_layers else self.layers[layer % len(self.layers)]
 

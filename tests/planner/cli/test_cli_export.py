@@ -1,8 +1,12 @@
 """``--output`` of ``plan`` and ``estimate``: the configuration of each system, and the plans that it cannot run."""
 
 import json
+from dataclasses import replace
 
 import pytest
+
+from parallel_ops.planner import Plan, presets
+from parallel_ops.planner.export import export
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -108,6 +112,19 @@ def test_the_trainer(run):
     assert "\ninput_grad_first = true\n" in out
     out = exported(run, "parallel_ops", "tp=8", "pp=2", "layers_per_chunk=41:39")
     assert "\nlayers_per_chunk = [41, 39]\n" in out
+
+
+def test_sliding_windows_are_written_as_the_layers_have_them(run):
+    """A run without them would be another model, with other times than those of the plan."""
+    assert "\nwindow = 4096\n" in exported(run, "parallel_ops", "tp=8", model="mistral-7b")
+    out = exported(run, "megatron", "tp=8", model="mistral-7b")
+    assert "--window-size 4095,0" in out and "--window-attn-skip-freq" not in out
+    out = exported(run, "megatron", "ep=8", model="gpt-oss-120b")
+    assert "--window-size 127,0" in out and f"--window-attn-skip-freq '[{','.join(['1,0'] * 18)}]'" in out
+    mixed = replace(presets.model("mistral-7b"), layers=("window", "full"))
+    made = export("parallel_ops", mixed, presets.cluster("h100x8"), Plan(dp=8, fused_loss=True, global_batch=8))
+    assert 'window = [4096, "none", 4096, "none", ' in made
+    assert "window" not in exported(run, "parallel_ops", "tp=8")
 
 
 def test_without_a_plan_it_is_the_fastest_that_the_system_runs(run):
