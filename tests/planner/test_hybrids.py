@@ -212,6 +212,10 @@ def test_configurations_of_transformers_are_read_as_the_presets():
         assert assumed == ()
         assert found.kind_of == expected.kind_of and found.parameters == expected.parameters, name
         assert found.forward_flops == expected.forward_flops, name
+    nano = configurations()["nemotron3-nano-30b-a3b"].to_dict()
+    nano["layers_block_type"] = ["mlp" if kind == "moe" else kind for kind in nano["layers_block_type"]]
+    # Its class has a number of experts for models without any.
+    assert model_of({**nano, "hybrid_override_pattern": None}, "x", 4096)[0].experts == 0
     wrong = {name: config.to_dict() for name, config in configurations().items()}
     del wrong["qwen3-next-80b-a3b"]["linear_value_head_dim"]
     with pytest.raises(ValueError, match="no linear_value_head_dim"):

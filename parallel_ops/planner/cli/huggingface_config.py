@@ -17,6 +17,10 @@ FAMILIES = {
 # Families whose linears have biases, and whose queries, keys and values alone do.
 _BIASED, _QKV_BIASED = frozenset(["gpt2", "gpt_neox", "starcoder2"]), frozenset(["qwen2", "qwen2_moe", "glm4_moe"])
 _PLAIN_MLP = frozenset(["gpt2", "gpt_neox", "falcon", "starcoder2", "nemotron_h"])
+# Families whose output embedding is the input's where the file does not say: it may leave out a default.
+_TIED = frozenset(["gpt2", "gemma", "gemma2", "gemma3_text", "falcon", "starcoder2", "cohere2"])
+# Fields with n where each n-th layer alone has experts.
+_EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval")
 # Fields of families with layers of other kinds, which the planner has no times for.
 _OTHER_LAYERS = ("linear_attn", "mamba", "recurrent", "conv", "hybrid_override_pattern", "index_topk", "ssm")
 
@@ -60,8 +64,18 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "num_heads")
     longest = optional(4096, "max_position_embeddings", "n_positions", "n_ctx")
     experts = optional(0, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if own is not None and not own.pop("sparse", True):
+        experts = 0  # a number without layers that have them
+    some = [each for each in _EVERY if optional(1, each) > 1] + ["mlp_only_layers"] * bool(text.get("mlp_only_layers"))
+    if experts and some:
+        raise ValueError(
+            f"{name}: {some[0]} leaves layers between others without experts, for which there are no times"
+        )
     ffn = optional(4 * hidden, "intermediate_size", "n_inner", "ffn_hidden_size")
     layers = (own or {}).get("num_layers") or size("num_hidden_layers", "n_layer", "num_layers")
+    # Falcon: one head of keys and values, whatever their number is said to be.
+    multi_query = text.get("multi_query") and not text.get("new_decoder_architecture")
+    keys = 1 if multi_query else optional(0, "num_key_value_heads", "num_kv_heads")
     assumed = [] if family in FAMILIES else list(_assumptions(text, family, experts))
     further = optional(0, "num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further and "compressed" not in (own or {}):
@@ -72,7 +86,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": 0 if "kv_lora_rank" in text else optional(0, "num_key_value_heads", "num_kv_heads"),
+        "num_kv_heads": 0 if "kv_lora_rank" in text else keys,
         "head_dim": 0 if "kv_lora_rank" in text else optional(0, "head_dim"),
         "ffn_hidden_size": ffn,
         "vocab_size": size("vocab_size"),
@@ -83,7 +97,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
         if any(each in text for each in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"))
         else "rms",
         "positions": "learned" if family == "gpt2" else "rotary",
-        "tied_embeddings": bool(text.get("tie_word_embeddings", family in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
+        "tied_embeddings": bool(text.get("tie_word_embeddings", data.get("tie_word_embeddings", family in _TIED))),
         "dropout": False,
         "window": _window(text),
         "layers": kinds_of(text, layers),

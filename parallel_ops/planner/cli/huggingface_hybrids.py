@@ -19,13 +19,15 @@ _NEMOTRON = {
     **{"*": "full_only", "attention": "full_only", "full_attention": "full_only"},
     **{"-": "mlp_only", "E": "mlp_only", "mlp": "mlp_only", "moe": "mlp_only"},
 }
+# ``sliding_window_pattern`` of families whose files leave it out.
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 _RATIOS = {0: "window", 4: "csa", 128: "hca"}
 
 
 def kinds_of(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """The kinds of attention layers: those of ``layer_types``, or every n-th over all keys, others over a window."""
     named = tuple(LAYERS.get(kind, "full") for kind in text.get("layer_types") or ())
-    every = int(text.get("sliding_window_pattern") or 0)
+    every = int(text.get("sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")), 0))
     return shortest(named[:layers]) if named else ("window",) * (every - 1) + ("full",) if every else ()
 
 
@@ -65,7 +67,11 @@ def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
             chunk=text["chunk_size"],
         )
         layers = shortest(tuple(_NEMOTRON[kind] for kind in kinds))
-        return {"num_layers": len(kinds), "layers": layers, "recurrent": mixer, "norm": "rms", "window": 0}
+        sparse = bool({"E", "moe"} & set(kinds))
+        if sparse and {"-", "mlp"} & set(kinds):
+            raise KeyError("layers_block_type")
+        fields = {"num_layers": len(kinds), "layers": layers, "recurrent": mixer, "norm": "rms", "window": 0}
+        return {**fields, "sparse": sparse}
     if family == "deepseek_v4":
         ratios = text.get("compress_ratios")
         kinds = tuple(_RATIOS[ratio] for ratio in ratios) if ratios else kinds_of(text, text["num_hidden_layers"])

@@ -160,8 +160,32 @@ def test_a_config_of_an_unknown_family_is_read_as_a_llama_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("falcon", {"multi_query": True, "num_key_value_heads": 32}, {"num_kv_heads": 1, "tied_embeddings": True}),
+        ("falcon", {"multi_query": True, "new_decoder_architecture": True}, {"num_kv_heads": 8}),
+        ("starcoder2", {}, {"tied_embeddings": True}),
+        ("gemma2", {"sliding_window": 1024}, {"layers": ("window", "full")}),
+        ("gemma3_text", {"sliding_window": 1024}, {"layers": ("window",) * 5 + ("full",)}),
+    ],
+)
+def test_a_config_may_leave_out_what_its_family_has_by_default(tmp_path, family, changes, expected):
+    config = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    made = inputs.model(written(tmp_path / family, {**config, "model_type": family, **changes}), 4096)
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_a_multimodal_config_says_beside_the_language_model_that_embeddings_are_tied(tmp_path):
+    text = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    both = {"model_type": "vl", "text_config": text, "tie_word_embeddings": True}
+    assert inputs.model(written(tmp_path / "vl", both), 4096).tied_embeddings
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (QWEN | {"decoder_sparse_step": 2}, "decoder_sparse_step leaves layers"),
+        (QWEN | {"mlp_only_layers": [3]}, "mlp_only_layers leaves layers"),
         ({"hidden_size": None}, "no hidden_size or n_embd or d_model"),
         ({"layer_types": ["linear_attention"]}, "no times for layers of the kind linear_attention"),
         ({"mamba_d_state": 128}, "no times for layers of the kind mamba"),
