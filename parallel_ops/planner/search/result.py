@@ -44,8 +44,6 @@ class Rejection(NamedTuple):
 
 # Changes of a plan's fields, why it cannot run with these, and with which pairs of offload and recomputation.
 Variant = tuple[dict[str, Any], Problem, tuple[tuple[str, str], ...]]
-
-
 # A plan, its offload and recomputation, and the stage that needs too much memory with what it needs and has.
 Large = tuple[Any, tuple[str, str], int, float, float]
 
@@ -273,6 +271,9 @@ class SearchResult:
 
     def nothing_fits(self) -> str:
         """Error message of a search without plans."""
+        if self.ranking:
+            first, where = self.ranking[0][0].describe(), f"{self.model.name} that fit on {self.cluster.name}"
+            return f"no known system runs the plans of {where}, such as {first}; try --any, or --for SYSTEM"
         would = f"{self.smallest:,} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
         if self.smallest and self.smallest <= self.cluster.gpus and self.rejected:
             example = next(rejection for _, rejection in self.rejected.nearest().values())

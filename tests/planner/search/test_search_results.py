@@ -128,6 +128,15 @@ def test_where_nothing_runs_it_says_why(options, reason):
     assert reason in found.nothing_fits() and "fits" not in found.nothing_fits()
 
 
+def test_where_no_system_runs_what_fits_it_says_so():
+    """The optimizer of one GPU fits in host memory alone, which systems offload with ZeRO."""
+    found = search(LLAMA, presets.cluster("h100x1"), batch=8)
+    assert found.ranking and not found.plans
+    assert found.nothing_fits().startswith(
+        "no known system runs the plans of llama2-7b that fit on h100x1, such as dp1"
+    )
+
+
 def test_near_misses_say_what_they_lack():
     """Without recomputation a step is much shorter, but takes 2 % more memory than there is."""
     cluster = presets.cluster("a100-80x8")
