@@ -12,7 +12,7 @@ from parallel_ops.planner import presets
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli.huggingface_config import is_config, model_of
 from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
-from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
+from parallel_ops.planner.cluster import GPU, Cluster, Interconnect, Part
 from parallel_ops.planner.compute.documents import lengths_of, with_lengths
 from parallel_ops.planner.export import ExportTarget, find_target
 from parallel_ops.planner.field_text import parse_field, parse_fields
@@ -88,10 +88,11 @@ def cluster(name: str, price: float | None = None) -> Cluster:
     """
     if name.endswith((".json", ".toml")):
         data = _read(name)
-        if isinstance(data.get("gpu"), str):
-            data["gpu"] = presets.gpu(data["gpu"])
-        elif "gpu" in data:
-            data["gpu"] = _build(GPU, data["gpu"], name)
+        if "parts" in data:
+            if not isinstance(parts := data["parts"], list) or not all(isinstance(part, dict) for part in parts):
+                raise ValueError(f"{name}: parts must be a list of objects with gpu and gpus, got {parts!r}")
+            data["parts"] = tuple(_build(Part, _with_gpu(part, name), name) for part in parts)
+        data = _with_gpu(data, name)
         for side in ("intra", "inter"):
             if side in data:
                 data[side] = _build(Interconnect, data[side], name)
@@ -104,6 +105,13 @@ def cluster(name: str, price: float | None = None) -> Cluster:
     else:
         found = presets.cluster(name if name.lower() in presets.clusters() else cluster_name(name))
     return found if price is None else replace(found, price=price)
+
+
+def _with_gpu(data: dict[str, Any], name: str) -> dict[str, Any]:
+    if "gpu" not in data:
+        return data
+    gpu = data["gpu"]
+    return {**data, "gpu": presets.gpu(gpu) if isinstance(gpu, str) else _build(GPU, gpu, name)}
 
 
 def batch(text: str, sequence: int) -> int:

@@ -197,6 +197,17 @@ def test_a_config_that_cannot_be_planned_is_refused_by_field(tmp_path, changes, 
         inputs.model(written(tmp_path / "odd", {**LLAMA, **changes}), 4096)
 
 
+def test_a_cluster_of_a_file_may_have_parts_of_several_kinds(tmp_path):
+    link = {"name": "x", "latency": 1e-6, "bandwidth": 5e10}
+    parts = [{"gpu": "a100-80", "gpus": 8}, {"gpu": "h100", "gpus": 8}]
+    own = {"gpu": "a100-80", "gpus": 16, "gpus_per_node": 8, "intra": link, "inter": link, "parts": parts}
+    found = inputs.cluster(written(tmp_path / "mixed", own, "own.json"))
+    assert [gpu.name for gpu in found.stage_gpus(2)] == ["a100-80", "h100"]
+    for wrong in ("h100", [1], {"h100": 8}):
+        with pytest.raises(ValueError, match=r"own.json: parts must be a list of objects"):
+            inputs.cluster(written(tmp_path / "mixed", own | {"parts": wrong}, "own.json"))
+
+
 def test_models_clusters_and_plans_may_be_toml(tmp_path):
     pytest.importorskip("tomllib")
     shape = tmp_path / "small.toml"
