@@ -182,6 +182,8 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOpt
         name, equals, values = (piece.strip() for piece in part.partition("="))
         if name not in known:
             raise unknown("field of --only", name, known)
+        if name in given:
+            raise ValueError(f"--only: {name} is given twice; {name}=value:value tries both")
         if not equals:
             raise ValueError(f"--only takes fields as name=value or name=value:value, got {part.strip()!r}")
         given[name] = tuple(parse_field(f"{name}={value}", "--only", known)[1] for value in values.split(":"))
@@ -230,6 +232,8 @@ def run(text: str, seq_length: int) -> TrainingRun:
             name, value = "tokens", name
         if name not in known:
             raise unknown("field of --run", name, known)
+        if name in given:
+            raise ValueError(f"--run: {name} is given twice")
         if name == "phases":
             given[name] = tuple(_phase(each, seq_length) for each in value.split("/"))
             continue

@@ -208,6 +208,14 @@ def test_a_cluster_of_a_file_may_have_parts_of_several_kinds(tmp_path):
             inputs.cluster(written(tmp_path / "mixed", own | {"parts": wrong}, "own.json"))
 
 
+def test_what_is_given_twice_is_refused():
+    """The last value would win, where another plan or run was meant."""
+    with pytest.raises(ValueError, match="--only: tp is given twice"):
+        inputs.options(presets.cluster("h100x8"), None, "tp=2,tp=4")
+    with pytest.raises(ValueError, match="--run: tokens is given twice"):
+        inputs.run("15T,tokens=16T", 4096)
+
+
 def test_models_clusters_and_plans_may_be_toml(tmp_path):
     pytest.importorskip("tomllib")
     shape = tmp_path / "small.toml"
