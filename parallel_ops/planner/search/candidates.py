@@ -69,12 +69,19 @@ class Candidates:
                 if not plan.sequence_parallel and variant in roomy:
                     continue
                 for fitting in self._that_fit(plan, problems):
+                    # Systems offload with ZeRO alone, on one GPU too.
+                    if plan.zero and fitting.offload == "none" and self._alone(plan):
+                        continue
                     if plan.sequence_parallel and fitting.offload == "none" and fitting.recompute != "full":
                         roomy.add(variant)
                     yield fitting
 
     def _reject(self, plan: Plan, found: Problem) -> None:
         self.rejected.add(plan, (({}, found, ((plan.offload, plan.recompute),)),))
+
+    def _alone(self, plan: Plan) -> bool:
+        """Nobody to share with: ZeRO is the same as ZeRO-0, but for a target or in fixed stages."""
+        return plan.dp * plan.cp == 1 and not self.system and 0 in self.options.zero
 
     def _own(self, plan: Plan) -> dict[str, Any]:
         """What the target does, as changes of fields."""
@@ -115,7 +122,7 @@ class Candidates:
 
     def _shardings(self, placed: Plan) -> Iterator[Plan]:
         """Dtypes and other values of ``STATES``, ZeRO stages, and replicas of their shards, of one placement."""
-        alone = placed.dp * placed.cp == 1 and not self.system and 0 in self.options.zero
+        alone = self._alone(placed) and self.cluster.gpus > 1
         tried = itertools.product(*(getattr(self.options, name) for name in STATES))
         for values, zero in itertools.product(tried, self.options.zero):
             if zero and alone:

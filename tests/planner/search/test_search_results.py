@@ -130,11 +130,17 @@ def test_where_nothing_runs_it_says_why(options, reason):
 
 def test_where_no_system_runs_what_fits_it_says_so():
     """The optimizer of one GPU fits in host memory alone, which systems offload with ZeRO."""
-    found = search(LLAMA, presets.cluster("h100x1"), batch=8)
+    found = search(LLAMA, presets.cluster("h100x1"), batch=8, options=SearchOptions(zero=(0,)))
     assert found.ranking and not found.plans
     assert found.nothing_fits().startswith(
         "no known system runs the plans of llama2-7b that fit on h100x1, such as dp1"
     )
+
+
+def test_one_gpu_offloads_as_systems_do():
+    found = search(LLAMA, presets.cluster("h100x1"), batch=8)
+    assert all("optimizer" in each.plan.offload and each.plan.zero for each in found.plans)
+    assert not any(each.plan.zero for each in search(LLAMA, presets.cluster("b200x1"), batch=8).plans)
 
 
 def test_near_misses_say_what_they_lack():
