@@ -21,6 +21,8 @@ _PLAIN_MLP = frozenset(["gpt2", "gpt_neox", "falcon", "starcoder2", "nemotron_h"
 _TIED = frozenset(["gpt2", "gemma", "gemma2", "gemma3_text", "falcon", "starcoder2", "cohere2"])
 # Fields with n where each n-th layer alone has experts.
 _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval")
+# Fields with a list of which layers have experts.
+_BY_LAYER = frozenset(["mlp_layer_types", "moe_layer_freq"])
 # Fields of families with layers of other kinds, which the planner has no times for.
 _OTHER_LAYERS = ("linear_attn", "mamba", "recurrent", "conv", "hybrid_override_pattern", "index_topk", "ssm")
 
@@ -66,11 +68,6 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     experts = optional(0, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if own is not None and not own.pop("sparse", True):
         experts = 0  # a number without layers that have them
-    some = [each for each in _EVERY if optional(1, each) > 1] + ["mlp_only_layers"] * bool(text.get("mlp_only_layers"))
-    if experts and some:
-        raise ValueError(
-            f"{name}: {some[0]} leaves layers between others without experts, for which there are no times"
-        )
     ffn = optional(4 * hidden, "intermediate_size", "n_inner", "ffn_hidden_size")
     layers = (own or {}).get("num_layers") or size("num_hidden_layers", "n_layer", "num_layers")
     # Falcon: one head of keys and values, whatever their number is said to be.
@@ -116,7 +113,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
             "experts_per_token": size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k"),
             "shared_experts": shared,
             "expert_ffn": expert,
-            "dense_layers": min(layers, optional(0, "first_k_dense_replace", "num_dense_layers")),
+            "dense_layers": min(layers, _dense_layers(text, name)),
         }
     if "kv_lora_rank" in text:
         fields["latent"] = LatentAttention(
@@ -127,6 +124,23 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
             value_head=size("v_head_dim"),
         )
     return Model(name=name, **fields), tuple(assumed)
+
+
+def _dense_layers(text: Mapping[str, Any], name: str) -> int:
+    """The layers without experts, which come first."""
+    count = int(text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
+    between = [each for each in _EVERY if isinstance(text.get(each), int) and text[each] > 1]
+    between += ["mlp_only_layers"] * bool(text.get("mlp_only_layers"))
+    for each in _BY_LAYER & text.keys():
+        if isinstance(kinds := text[each], list):
+            sparse = [kind not in ("dense", 0) for kind in kinds]
+            count = sparse.index(True) if any(sparse) else len(kinds)
+            between += [each] * (not all(sparse[count:]))
+    if between:
+        raise ValueError(
+            f"{name}: {between[0]} leaves layers between others without experts, for which there are no times"
+        )
+    return count
 
 
 def _bias(text: Mapping[str, Any], family: str) -> str:

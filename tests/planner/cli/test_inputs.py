@@ -175,6 +175,17 @@ def test_a_config_may_leave_out_what_its_family_has_by_default(tmp_path, family,
     assert {name: getattr(made, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("field", "dense", "sparse"), [("mlp_layer_types", "dense", "sparse"), ("moe_layer_freq", 0, 1)]
+)
+def test_a_config_may_list_which_layers_have_experts(tmp_path, field, dense, sparse):
+    for first in (0, 1, 48):
+        config = {**QWEN, field: [dense] * first + [sparse] * (48 - first)}
+        assert inputs.model(written(tmp_path / "listed", config), 4096).dense_layers == first
+    with pytest.raises(ValueError, match=f"{field} leaves layers between"):
+        inputs.model(written(tmp_path / "mixed", {**QWEN, field: [dense, sparse] * 24}), 4096)
+
+
 def test_a_multimodal_config_says_beside_the_language_model_that_embeddings_are_tied(tmp_path):
     text = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
     both = {"model_type": "vl", "text_config": text, "tie_word_embeddings": True}
