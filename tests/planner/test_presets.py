@@ -76,6 +76,13 @@ def test_clusters_by_name_and_number():
     assert middle.memory == presets.gpu("h100").memory
 
 
+def test_a_job_takes_all_of_an_nvlink_domain_or_a_power_of_two():
+    sizes = {"gb200": 64, "gb200x72": 72, "gb300x144": 72, "gb200x128": 64, "gb300x576": 64, "gb200x16": 64}
+    assert {name: presets.cluster(name).gpus_per_node for name in sizes} == sizes
+    with pytest.raises(ValueError, match="gpus must be a multiple of gpus_per_node"):
+        presets.cluster("gb200x100")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

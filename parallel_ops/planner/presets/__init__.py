@@ -106,4 +106,8 @@ def _one_kind(name: str) -> Cluster:
 
     intra, inter = link("intra"), link("inter")
     found["gpus"] = int(count) if count else found.get("gpus", found["gpus_per_node"])
+    # Jobs take as many of an NVLink domain's GPUs as are a power of two, or all.
+    domain = found.pop("domain", 0)
+    if domain and found["gpus"] % found["gpus_per_node"] and not found["gpus"] % domain:
+        found["gpus_per_node"] = domain
     return Cluster(name=name.lower(), gpu=gpu(found.pop("gpu")), intra=intra, inter=inter, **found)
