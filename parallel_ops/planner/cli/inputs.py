@@ -73,7 +73,10 @@ def model(name: str, sequence: int | None = None) -> Model:
                 data[field] = _build(kind, data[field], name)
         found = _build(Model, {"name": Path(name).stem, **data}, name)
     else:
-        found = presets.model(name if name.lower() in presets.models() else model_name(name))
+        try:
+            found = presets.model(name if name.lower() in presets.models() else model_name(name))
+        except ValueError as error:
+            raise ValueError(f"{error}; of others --model takes a config.json, or the folder with it") from None
     return found if sequence is None else replace(found, seq_length=sequence)
 
 
