@@ -145,9 +145,9 @@ class _Agent:
         def note(number: int, _: Any) -> None:
             asked.append(signal.Signals(number).name)
             board.write("stop")  # for processes that start after this
-            for child in multiprocessing.active_children():
+            for child in _processes():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+                    os.kill(child, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
         before = {number: signal.signal(number, note) for number in stop_signals()}
         try:
@@ -176,7 +176,7 @@ class _Leftover:
     def kill_overdue(self) -> str:
         """Names the ranks that it killed after the last step, since the agent may then wait forever; else empty."""
         now = time.monotonic()
-        there = {child.pid or 0 for child in multiprocessing.active_children()}
+        there = _processes()
         states = {rank: json.loads(text) for rank, text in _texts(self._board, "state").items()}
         new = {(state["pid"], state["name"]) for state in states.values()} - self._seen
         self._seen |= new
@@ -194,6 +194,15 @@ class _Leftover:
         killed = {rank: state["name"] for rank, state in states.items() if state["pid"] in late}
         running = [rank for rank, name in killed.items() if name == "running"]
         return named(running or killed) if late and self._finished else ""
+
+
+def _processes() -> set[int]:
+    """Ids of the local processes that the agent has not reaped.
+
+    ``multiprocessing.active_children`` would reap those that have ended: the agent's thread, which reaps them too, may
+    then find no exit code, and counts that as a failure.
+    """
+    return {child.pid for child in list(multiprocessing.process._children) if child.pid}  # type: ignore[attr-defined]
 
 
 def _texts(board: Board, topic: str) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -11,10 +12,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from parallel_ops.comm.errors import Board
 from parallel_ops.train import CheckpointError, Trainer, loop
 from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.launch import local
 from support.ranks.distributed import Raised, Ranks, ranks
 from support.runs import faults
 from support.runs import trainer as runs
@@ -30,6 +34,15 @@ def saved(data, tmp_path_factory):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(folder), "interval": 2}, run={"steps": 4})
     ranks(2).run(runs.train, settings)
     return folder
+
+
+def test_processes_that_have_ended_are_left_to_the_agent_to_reap():
+    ended = multiprocessing.get_context("spawn").Process(target=int)
+    ended.start()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    local._Leftover(Board(HashStore(), local._PARENT, 1), 1.0).kill_overdue()
+    assert os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT).si_status == 0
+    ended.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

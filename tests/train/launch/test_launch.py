@@ -260,7 +260,7 @@ def test_a_hangup_that_nohup_ignores_stops_no_run(monkeypatch, ignored, stopped)
         return lambda *_: {}
 
     monkeypatch.setattr(local, "elastic_launch", hung_up)
-    monkeypatch.setattr(local.multiprocessing, "active_children", list)  # those of other tests get no signal
+    monkeypatch.setattr(local, "_processes", set)  # those of other tests get no signal
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         assert local._Agent(None, ()).wait(Board(HashStore(), local._PARENT, 2), 1.0) == stopped
