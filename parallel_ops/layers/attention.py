@@ -21,10 +21,10 @@ from parallel_ops._internal.distributed.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
 from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
 from parallel_ops.layers.initialization import InitFn, fill_, init_sharded_
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ops.layers.linear_base import LinearArguments, column_linears
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, joined_linears
+from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import check_input, empty_parameter, propagates_errors, to_local
+from parallel_ops.layers.parameters import empty_parameter, is_plain, propagates_errors, to_local
 from parallel_ops.ops import rms_norm, rotary_embedding
 
 Angles = tuple[Tensor, Tensor]
@@ -149,7 +149,8 @@ class ParallelSelfAttention(AttentionHeads):
             fill_(self.sink, 0.0)
 
     def _qk_norm(self, width: int, eps: float, device: Any, dtype: torch.dtype | None) -> Norm:
-        return Norm(width, "rms_norm", eps, tp_mesh=self.mesh, device=device, dtype=dtype)
+        # Sequence-parallel in that its gradients are partial, where it is called: a rank norms its own heads.
+        return Norm(width, "rms_norm", eps, tp_mesh=self.mesh, sequence_parallel=True, device=device, dtype=dtype)
 
     def _split_kv_heads(self, num_kv_heads: int) -> tuple[int, slice | None]:
         """Key heads of this rank, and its rows of the weight if that is whole on every rank."""
@@ -194,18 +195,23 @@ class ParallelSelfAttention(AttentionHeads):
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
         replicated (a mask that differs by heads: this rank's).
         """
-        check_input("ParallelSelfAttention", x, self.q.weight, "[s, b, {}]")
         given = self._options_of(core_options, mask)
-        (q, k, v), _ = column_linears(x, [self.q, self.k, self.v], sizes=sizes)
+        (q, k, v), _ = joined_linears(
+            "ParallelSelfAttention", x, [self.q, self.k, self.v], form="[s, b, {}]", sizes=sizes
+        )
         # Not -1 for the heads: a rank may have no tokens.
         heads = self.local_heads, self.local_kv_heads, self.local_kv_heads
         q, k, v = (t.view(*t.shape[:2], n, self.head_dim) for t, n in zip((q, k, v), heads, strict=True))
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is None or self.k_norm is None:
+            pass
+        elif is_plain(self.q_norm, Norm) and is_plain(self.k_norm, Norm):
             # Each rank norms its own heads only, so these gradients are partial.
             q_weight, k_weight = to_local(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
             assert q_weight is not None and k_weight is not None
             norm = self._norm_all_heads if self.norm_all_heads else rms_norm
             q, k = norm(q, q_weight, self.q_norm.eps), norm(k, k_weight, self.k_norm.eps)
+        else:
+            q, k = self._called_norm(self.q_norm, q), self._called_norm(self.k_norm, k)
         if angles is not None:
             q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
         if self.sink is not None:
@@ -213,6 +219,16 @@ class ParallelSelfAttention(AttentionHeads):
         y = self._attend(q, k, v, None, given)
         out: Tensor = self.out(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out
+
+    def _called_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """The norm of ``x``, ``[s, b, heads, head_dim]``, by a module that has hooks or was replaced."""
+        if self.norm_all_heads and self.group is not None:
+            raise ValueError(
+                "ParallelSelfAttention: over several ranks q_norm and k_norm of all heads cannot have hooks or be "
+                "replaced, since no rank has what they would see"
+            )
+        y: Tensor = norm(x.flatten(2) if self.norm_all_heads else x)
+        return y.view(x.shape)
 
     def _norm_all_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The RMS norm of ``x``, this rank's heads ``[s, b, heads, head_dim]``, over the heads of all ranks."""

@@ -21,8 +21,8 @@ from parallel_ops.comm import all_gather, copy_to_group
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import AttentionHeads, CoreAttention
 from parallel_ops.layers.initialization import InitFn
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ops.layers.linear_base import LinearArguments, column_linears
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, joined_linears
+from parallel_ops.layers.linear_base import LinearArguments
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import check_input, propagates_errors
 from parallel_ops.layers.replicated import ReplicatedLinear
@@ -149,9 +149,9 @@ class ParallelLatentAttention(AttentionHeads):
         check_input("ParallelLatentAttention", x, self.kv_down.weight, "[s, b, {}]")
         given = self._options_of(core_options, mask)
         latent = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, sizes))
-        (q,), _ = column_linears(latent, [self.q], sizes=sizes)
+        (q,), _ = joined_linears("ParallelLatentAttention", latent, [self.q], sizes=sizes)
         latent, k_rope = self.kv_down(x, sizes).split([self.kv_lora_rank, self.rope], dim=-1)
-        (kv,), _ = column_linears(self.kv_norm(latent), [self.kv], sizes=sizes)
+        (kv,), _ = joined_linears("ParallelLatentAttention", self.kv_norm(latent), [self.kv], sizes=sizes)
         q, kv = (t.unflatten(-1, (self.local_heads, -1)) for t in (q, kv))
         k_rope = self._of_all_tokens(k_rope, sizes).unsqueeze(2)
         q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)

@@ -9,6 +9,7 @@ matmuls and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korth
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,7 @@ from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.layers.initialization import InitFn
 from parallel_ops.layers.linear_base import LinearArguments, ParallelLinear, add_residual, column_linears
 from parallel_ops.layers.lora import row_adapter
-from parallel_ops.layers.parameters import check_input, ensure_divisible, propagates_errors, to_local
+from parallel_ops.layers.parameters import check_input, ensure_divisible, is_plain, propagates_errors, to_local
 from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.tensor_parallel import (
     column_parallel_linear,
@@ -98,6 +99,22 @@ class ColumnParallelLinear(ParallelLinear):
         """
         check_input(type(self).__name__, x, self.weight)
         return column_linears(x, [self], sizes=sizes)[0][0]
+
+
+def joined_linears(
+    layer: str, x: Tensor, linears: Sequence[ParallelLinear], *, form: str = "[s, ..., {}]", add_bias: bool = True,
+    sizes: Sequence[int] | None = None,
+) -> tuple[list[Tensor], list[Tensor | None]]:  # fmt: skip
+    """``column_linears`` for the block ``layer``, which has checked nothing; ``form`` is that of ``check_input``.
+
+    If a linear has hooks or was replaced, each is called, and adds its own bias.
+    """
+    plain = all(is_plain(linear, ColumnParallelLinear) for linear in linears)
+    check_input(layer, x, linears[0].weight if plain else x, form)  # replacements check widths and dtypes themselves
+    if plain:
+        return column_linears(x, linears, add_bias=add_bias, sizes=sizes)
+    rows: dict[str, Any] = {} if sizes is None else {"sizes": sizes}
+    return [linear(x, **rows) for linear in linears], [None] * len(linears)
 
 
 class RowParallelLinear(ParallelLinear):

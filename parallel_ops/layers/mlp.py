@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from parallel_ops.layers.initialization import InitFn
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ops.layers.linear_base import LinearArguments, column_linears
-from parallel_ops.layers.parameters import ShardedModule, check_input, propagates_errors
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, joined_linears
+from parallel_ops.layers.linear_base import LinearArguments
+from parallel_ops.layers.parameters import ShardedModule, propagates_errors
 from parallel_ops.ops import bias_gelu, silu_mul
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
@@ -85,12 +85,11 @@ class ParallelMLP(ShardedModule):
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``.
         """
-        check_input("ParallelMLP", x, self.up.weight)
         if self.gate is not None:
-            (gate, up), _ = column_linears(x, [self.gate, self.up], sizes=sizes)
+            (gate, up), _ = joined_linears("ParallelMLP", x, [self.gate, self.up], sizes=sizes)
             y = silu_mul(gate, up)
         else:
-            (up,), (bias,) = column_linears(x, [self.up], add_bias=False, sizes=sizes)
+            (up,), (bias,) = joined_linears("ParallelMLP", x, [self.up], add_bias=False, sizes=sizes)
             y = bias_gelu(up, bias, approximate="none" if self.activation == "gelu_exact" else "tanh")
         out: Tensor = self.down(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out

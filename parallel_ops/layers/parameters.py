@@ -204,6 +204,20 @@ def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
             grads[i] = part.view(shape)
 
 
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling ``module`` runs the forward of ``kind`` and nothing else, so that an op may read its parameters.
+
+    Hooks, wrappers and other forwards (of quantisers, pruning, adapters, FSDP2) take effect in a call only.
+    """
+    own = module.__dict__
+    return (
+        type(module).forward is kind.forward
+        and "forward" not in own
+        and not (own["_forward_pre_hooks"] or own["_forward_hooks"])
+        and not (own["_backward_pre_hooks"] or own["_backward_hooks"])
+    )
+
+
 def propagates_errors(forward: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a module's forward: an exception on one rank is published to the other ranks of its group.
 
