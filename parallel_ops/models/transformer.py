@@ -226,8 +226,11 @@ class Transformer(TransformerStructure):
             return x
         x = self.norm(x)
         head = self.tokens if self.head is None else self.head
-        if head is None:
-            raise ValueError("Transformer: a stage with norm needs head, or tokens where the embeddings are tied")
+        if not isinstance(head, VocabParallelEmbedding):  # the loss reads its weight: a wrapper would have no effect
+            raise TypeError(
+                "Transformer: a stage with norm needs head, or tokens where the embeddings are tied, as a "
+                f"VocabParallelEmbedding, got {type(head).__name__}"
+            )
         if targets is None:
             return self._logits(x, head)
         loss = self._loss(context, x, head, targets, shards)

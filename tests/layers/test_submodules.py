@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from parallel_ops import layers
+from parallel_ops.models import Transformer, TransformerConfig
 from support.parallelism.layers import HEADS, HIDDEN, angles, build, inputs, tp_mesh, whole
 from support.ranks.distributed import ranks
 
@@ -78,6 +79,18 @@ def test_parts_that_are_hooked_or_wrapped_are_called_on_ranks(kind, sequence_par
 def test_norms_over_the_heads_of_all_ranks_take_no_hooks():
     for raised in ranks(2).outcomes(doubled, "all_heads", False, "hooks"):
         assert raised.type == "ValueError" and "cannot have hooks" in raised.message
+
+
+@pytest.mark.parametrize(("tied", "part"), [(False, "head"), (True, "tokens")])
+def test_a_head_that_is_wrapped_is_refused(tied, part):
+    """The loss reads its weight, so a wrapper would have no effect."""
+    config = TransformerConfig(
+        vocab_size=11, seq_length=4, num_layers=1, hidden_size=HIDDEN, num_heads=2, tied_embeddings=tied
+    )
+    model = Transformer(config)
+    setattr(model, part, Doubled(getattr(model, part)))
+    with pytest.raises(TypeError, match="VocabParallelEmbedding, got Doubled"):
+        model(torch.zeros(4, 1, dtype=torch.int64))
 
 
 def test_pruned_linears_train():
