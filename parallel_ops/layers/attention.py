@@ -202,16 +202,8 @@ class ParallelSelfAttention(AttentionHeads):
         # Not -1 for the heads: a rank may have no tokens.
         heads = self.local_heads, self.local_kv_heads, self.local_kv_heads
         q, k, v = (t.view(*t.shape[:2], n, self.head_dim) for t, n in zip((q, k, v), heads, strict=True))
-        if self.q_norm is None or self.k_norm is None:
-            pass
-        elif is_plain(self.q_norm, Norm) and is_plain(self.k_norm, Norm):
-            # Each rank norms its own heads only, so these gradients are partial.
-            q_weight, k_weight = to_local(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
-            assert q_weight is not None and k_weight is not None
-            norm = self._norm_all_heads if self.norm_all_heads else rms_norm
-            q, k = norm(q, q_weight, self.q_norm.eps), norm(k, k_weight, self.k_norm.eps)
-        else:
-            q, k = self._called_norm(self.q_norm, q), self._called_norm(self.k_norm, k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._normed(self.q_norm, self.k_norm, q, k)
         if angles is not None:
             q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
         if self.sink is not None:
@@ -220,15 +212,22 @@ class ParallelSelfAttention(AttentionHeads):
         out: Tensor = self.out(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out
 
-    def _called_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """The norm of ``x``, ``[s, b, heads, head_dim]``, by a module that has hooks or was replaced."""
+    def _normed(self, q_norm: Norm, k_norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, ``[s, b, heads, head_dim]``, after their norms, which are called if they do more."""
+        if is_plain(q_norm, Norm) and is_plain(k_norm, Norm):
+            # Each rank norms its own heads only, so these gradients are partial.
+            q_weight, k_weight = to_local(self, q_norm.weight, k_norm.weight, partial=(True, True))
+            assert q_weight is not None and k_weight is not None
+            norm = self._norm_all_heads if self.norm_all_heads else rms_norm
+            return norm(q, q_weight, q_norm.eps), norm(k, k_weight, k_norm.eps)
         if self.norm_all_heads and self.group is not None:
             raise ValueError(
                 "ParallelSelfAttention: over several ranks q_norm and k_norm of all heads cannot have hooks or be "
                 "replaced, since no rank has what they would see"
             )
-        y: Tensor = norm(x.flatten(2) if self.norm_all_heads else x)
-        return y.view(x.shape)
+        if self.norm_all_heads:
+            return q_norm(q.flatten(2)).view(q.shape), k_norm(k.flatten(2)).view(k.shape)
+        return q_norm(q), k_norm(k)
 
     def _norm_all_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The RMS norm of ``x``, this rank's heads ``[s, b, heads, head_dim]``, over the heads of all ranks."""
