@@ -66,8 +66,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "num_heads")
     longest = optional(4096, "max_position_embeddings", "n_positions", "n_ctx")
     experts = optional(0, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    if own is not None and not own.pop("sparse", True):
-        experts = 0  # a number without layers that have them
+    experts = (own or {}).get("experts", experts)
     ffn = optional(4 * hidden, "intermediate_size", "n_inner", "ffn_hidden_size")
     layers = (own or {}).get("num_layers") or size("num_hidden_layers", "n_layer", "num_layers")
     # Falcon: one head of keys and values, whatever their number is said to be.

@@ -71,7 +71,7 @@ def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
         if sparse and {"-", "mlp"} & set(kinds):
             raise KeyError("layers_block_type")
         fields = {"num_layers": len(kinds), "layers": layers, "recurrent": mixer, "norm": "rms", "window": 0}
-        return {**fields, "sparse": sparse}
+        return fields if sparse else {**fields, "experts": 0}  # files have a number of experts without any, too
     if family == "deepseek_v4":
         ratios = text.get("compress_ratios")
         kinds = tuple(_RATIOS[ratio] for ratio in ratios) if ratios else kinds_of(text, text["num_hidden_layers"])
