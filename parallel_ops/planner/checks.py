@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 
@@ -29,6 +30,20 @@ def check_figures(owner: Any, names: Iterable[str], *, zero: bool = False) -> No
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             sign = "zero or more" if zero else "positive"
             raise ValueError(f"{type(owner).__name__}: {name} must be finite and {sign}, got {value}")
+
+
+def check_flags(owner: Any) -> None:
+    """Raises ``TypeError`` unless each field with a default of true or false is one of them: "false" counts as true."""
+    for field in fields(owner):
+        if isinstance(field.default, bool) and not isinstance(value := getattr(owner, field.name), bool):
+            raise TypeError(f"{type(owner).__name__}: {field.name} must be true or false, got {value!r}")
+
+
+def check_texts(owner: Any, names: Iterable[str]) -> None:
+    """Raises ``TypeError`` unless each named field is a string."""
+    for name in names:
+        if not isinstance(value := getattr(owner, name), str):
+            raise TypeError(f"{type(owner).__name__}: {name} must be a string, got {value!r}")
 
 
 def check_choice(owner: Any, name: str, choices: Iterable[Any]) -> None:

@@ -7,7 +7,7 @@ A link is described by the alpha-beta model: a message of n bytes takes ``latenc
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel_ops.planner.checks import check_choice, check_counts, check_figures
+from parallel_ops.planner.checks import check_choice, check_counts, check_figures, check_texts
 from parallel_ops.planner.precision import DTYPES, peak_name
 from parallel_ops.planner.speed import hashed_once
 
@@ -47,6 +47,7 @@ class GPU:
     host_link: float = 25e9  # PCIe 4.0 x16; assumed
 
     def __post_init__(self) -> None:
+        check_texts(self, ("name", "generation"))
         check_counts(self, ("multiprocessors",), at_least=0)
         check_figures(self, ("memory", "bandwidth", "host_link"))
         check_figures(self, ("watts", *PEAKS), zero=True)
@@ -75,6 +76,7 @@ class Interconnect:
     bandwidth: float
 
     def __post_init__(self) -> None:
+        check_texts(self, ("name",))
         check_figures(self, ("bandwidth",))
         check_figures(self, ("latency",), zero=True)
 
@@ -128,6 +130,7 @@ class Cluster:
     constants: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        check_texts(self, ("name",))
         check_counts(self, ("gpus", "gpus_per_node"))
         check_counts(self, ("pod", "rails"), at_least=0)
         check_figures(self, ("price",), zero=True)

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
-from parallel_ops.planner.checks import check_choice, check_counts, check_figures
+from parallel_ops.planner.checks import check_choice, check_counts, check_figures, check_flags
 from parallel_ops.planner.field_text import parse_fields
 from parallel_ops.planner.memory.recomputation import KINDS, check_recompute
 from parallel_ops.planner.precision import DTYPES, stored
@@ -127,6 +127,7 @@ class Plan:
     layers_per_chunk: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_flags(self)
         check_counts(
             self, ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch")
         )
@@ -167,6 +168,8 @@ class Plan:
         chunks = self.pp * self.virtual_stages
         if isinstance(self.layers_per_chunk, list):  # as JSON and TOML have it
             object.__setattr__(self, "layers_per_chunk", tuple(self.layers_per_chunk))
+        if not isinstance(self.layers_per_chunk, tuple) or not all(type(n) is int for n in self.layers_per_chunk):
+            raise TypeError(f"Plan: layers_per_chunk must be a list of integers, got {self.layers_per_chunk!r}")
         if self.layers_per_chunk and (len(self.layers_per_chunk) != chunks or min(self.layers_per_chunk) < 0):
             wanted = f"pp * virtual_stages ({chunks}) entries of zero or more"
             raise ValueError(f"Plan: layers_per_chunk must have {wanted}, got {self.layers_per_chunk}")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallel_ops.planner.checks import check_choice, check_counts, check_figures, unknown
+from parallel_ops.planner.checks import check_choice, check_counts, check_figures, check_flags, check_texts, unknown
 from parallel_ops.planner.model.mixers import KINDS, CompressedAttention, LatentAttention, RecurrentMixer
 from parallel_ops.planner.precision import FROZEN_BYTES
 
@@ -93,6 +93,8 @@ class ModelFields:
     frozen: str = "16bit"
 
     def __post_init__(self) -> None:
+        check_texts(self, ("name",))
+        check_flags(self)
         check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))
         widths = ("num_kv_heads", "head_dim", "ffn_hidden_size", "expert_ffn")
         experts = ("experts", "experts_per_token", "shared_experts", "dense_layers", "expert_nodes")
@@ -101,6 +103,8 @@ class ModelFields:
         check_figures(self, ("documents",), zero=True)
         check_figures(self, ("expert_imbalance", "loss_fraction"))
         check_figures(self, ("padding",), zero=True)
+        if not isinstance(self.lengths, tuple):
+            raise TypeError(f"Model: lengths are what --documents makes, not a key of files; got {self.lengths!r}")
         if self.loss_fraction > 1:
             raise ValueError(f"Model: loss_fraction must be at most 1, got {self.loss_fraction}")
         if self.padding >= 1:

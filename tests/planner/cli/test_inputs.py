@@ -8,6 +8,7 @@ import pytest
 from parallel_ops.planner import presets
 from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.cli.pasted import cluster_name, model_name, whole
+from parallel_ops.planner.cluster import PEAKS
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,37 @@ def test_a_cluster_of_a_file_may_have_parts_of_several_kinds(tmp_path):
     for wrong in ("h100", [1], {"h100": 8}):
         with pytest.raises(ValueError, match=r"own.json: parts must be a list of objects"):
             inputs.cluster(written(tmp_path / "mixed", own | {"parts": wrong}, "own.json"))
+
+
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "seq_length": 128}
+LINK = {"name": "x", "latency": 1e-6, "bandwidth": 5e10}
+NODE = {"gpu": "a100-80", "gpus": 8, "gpus_per_node": 8, "intra": LINK, "inter": LINK}
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "message"),
+    [
+        (inputs.model, SHAPE | {"gated": "false"}, "Model: gated must be true or false, got 'false'"),
+        (inputs.model, SHAPE | {"tied_embeddings": 0}, "Model: tied_embeddings must be true or false, got 0"),
+        (inputs.model, SHAPE | {"name": ["a"]}, "Model: name must be a string"),
+        (inputs.model, SHAPE | {"lengths": [[64, 2]]}, "Model: lengths are what --documents makes"),
+        (inputs.cluster, NODE | {"name": None}, "Cluster: name must be a string, got None"),
+        (inputs.cluster, NODE | {"intra": LINK | {"name": []}}, "Interconnect: name must be a string"),
+        (lambda name: inputs.plan(name, 8, 64), {"flash_attention": "false"}, "flash_attention must be true or false"),
+        (lambda name: inputs.plan(name, 8, 64), {"layers_per_chunk": 4}, "layers_per_chunk must be a list of integers"),
+        (lambda name: inputs.plan(name, 8, 64), {"layers_per_chunk": "x"}, "must be a list of integers, got 'x'"),
+    ],
+)
+def test_a_file_with_a_value_of_another_type_is_refused_by_key(tmp_path, read, content, message):
+    """The text "false" would count as true."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        read(written(tmp_path / "typed", content, "own.json"))
+
+
+def test_a_gpu_of_a_file_has_a_generation_by_name(tmp_path):
+    gpu = dict(name="g", generation=None, memory=8e10, bandwidth=3e12, watts=700, **dict.fromkeys(PEAKS, 1e15))
+    with pytest.raises(ValueError, match="GPU: generation must be a string, got None"):
+        inputs.cluster(written(tmp_path / "gpu", NODE | {"gpu": gpu}, "own.json"))
 
 
 def test_what_is_given_twice_is_refused():
