@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallel_ops.planner.cli.huggingface_hybrids import LAYERS, hybrid, kinds_of
+from parallel_ops.planner.cli.huggingface_hybrids import LAYERS, hybrid, integer, kinds_of
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.model.mixers import ATTENTION
 
@@ -44,24 +44,27 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
         ValueError: a size that every transformer has is missing, or layers are of a kind without times here.
     """
     text: Mapping[str, Any] = data.get("text_config") or data
+    if not isinstance(text, dict):
+        raise ValueError(f"{name}: text_config must be an object, got {text!r}")
+    if not isinstance(types := text.get("layer_types") or [], list):
+        raise ValueError(f"{name}: layer_types must be a list, got {types!r}")
     family = str(text.get("model_type") or data.get("model_type") or "")
     try:
         own = hybrid(text, family)
     except KeyError as error:
         raise ValueError(f"{name}: no {error.args[0]}, or a value of it that the planner has no times for") from None
-    other = {kind for kind in text.get("layer_types") or () if LAYERS.get(kind) not in ATTENTION}
+    other = {kind for kind in map(str, types) if LAYERS.get(kind) not in ATTENTION}
     other |= {kind for kind in _OTHER_LAYERS if any(kind in field for field in text)}
     if other and own is None:
         raise ValueError(f"{name}: the planner has no times for layers of the kind {', '.join(sorted(other))}")
 
     def size(*names: str) -> int:
-        found = [text[each] for each in names if isinstance(text.get(each), int) and not isinstance(text[each], bool)]
-        if not found:
+        if (found := integer(text, *names)) is None:
             raise ValueError(f"{name}: no {' or '.join(names)}, which the shape of a model needs")
-        return int(found[0])
+        return found
 
     def optional(default: int, *names: str) -> int:
-        return size(*names) if any(isinstance(text.get(each), int) for each in names) else default
+        return default if (found := integer(text, *names)) is None else found
 
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "num_heads")
     longest = optional(4096, "max_position_embeddings", "n_positions", "n_ctx")
@@ -127,7 +130,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
 
 def _dense_layers(text: Mapping[str, Any], name: str) -> int:
     """The layers without experts, which come first."""
-    count = int(text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
+    count = integer(text, "first_k_dense_replace", "num_dense_layers") or 0
     between = [each for each in _EVERY if isinstance(text.get(each), int) and text[each] > 1]
     between += ["mlp_only_layers"] * bool(text.get("mlp_only_layers"))
     for each in _BY_LAYER & text.keys():
@@ -150,7 +153,7 @@ def _bias(text: Mapping[str, Any], family: str) -> str:
 
 def _window(text: Mapping[str, Any]) -> int:
     used = text.get("use_sliding_window", True)
-    return int(text.get("sliding_window") or 0) if used else 0
+    return integer(text, "sliding_window") or 0 if used else 0
 
 
 def _assumptions(text: Mapping[str, Any], family: str, experts: int) -> Iterator[str]:

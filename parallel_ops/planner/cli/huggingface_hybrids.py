@@ -24,11 +24,27 @@ _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 _RATIOS = {0: "window", 4: "csa", 128: "hca"}
 
 
+def integer(text: Mapping[str, Any], *names: str) -> int | None:
+    """The value of the first of these keys that has one; ``None`` if none has.
+
+    Raises:
+        ValueError: it is no integer. Lists, as of experts of two modalities, are other models.
+    """
+    for name in names:
+        if (value := text.get(name)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"config.json: {name} must be an integer, got {value!r}")
+            return value
+    return None
+
+
 def kinds_of(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """The kinds of attention layers: those of ``layer_types``, or every n-th over all keys, others over a window."""
     named = tuple(LAYERS.get(kind, "full") for kind in text.get("layer_types") or ())
-    every = int(text.get("sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")), 0))
-    return shortest(named[:layers]) if named else ("window",) * (every - 1) + ("full",) if every else ()
+    if named:  # a pattern beside it may be a text, as EXAONE 4's "LLLG"
+        return shortest(named[:layers])
+    every = integer(text, "sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")), 0)
+    return ("window",) * (min(every, layers + 1) - 1) + ("full",) if every else ()
 
 
 def shortest(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -42,7 +58,7 @@ def shortest(kinds: tuple[str, ...]) -> tuple[str, ...]:
 def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
     """Fields of ``Model`` of a family with other layers than attention; ``None`` for other families."""
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
-        every = int(text.get("full_attention_interval") or 4)
+        every = integer(text, "full_attention_interval") or 4
         mixer = RecurrentMixer(
             kind="delta_net",
             heads=text["linear_num_value_heads"],
@@ -84,6 +100,6 @@ def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
             index_head=text["index_head_dim"],
         )
         kinds = kinds[: text["num_hidden_layers"]]
-        streams = int(text.get("hc_mult") or 1)
+        streams = integer(text, "hc_mult") or 1
         return {"layers": shortest(kinds), "compressed": attention, "residual_streams": streams}
     return None

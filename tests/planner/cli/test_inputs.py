@@ -168,6 +168,15 @@ def test_a_config_of_an_unknown_family_is_read_as_a_llama_and_says_so(tmp_path):
         ("starcoder2", {}, {"tied_embeddings": True}),
         ("gemma2", {"sliding_window": 1024}, {"layers": ("window", "full")}),
         ("gemma3_text", {"sliding_window": 1024}, {"layers": ("window",) * 5 + ("full",)}),
+        (
+            "exaone4",
+            {
+                "sliding_window": 1024,
+                "sliding_window_pattern": "LLLG",
+                "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+            },
+            {"layers": ("window",) * 3 + ("full",)},
+        ),
     ],
 )
 def test_a_config_may_leave_out_what_its_family_has_by_default(tmp_path, family, changes, expected):
@@ -202,6 +211,15 @@ def test_a_multimodal_config_says_beside_the_language_model_that_embeddings_are_
         ({"layer_types": ["linear_attention"]}, "no times for layers of the kind linear_attention"),
         ({"mamba_d_state": 128}, "no times for layers of the kind mamba"),
         ({"num_attention_heads": 31}, "must be a multiple of num_"),
+        ({"intermediate_size": "14336"}, "config.json: intermediate_size must be an integer, got '14336'"),
+        ({"num_key_value_heads": [8, 4]}, r"num_key_value_heads must be an integer, got \[8, 4\]"),
+        (QWEN | {"num_experts": [128, 64]}, "num_experts must be an integer"),  # of text and pictures, as ERNIE 4.5 VL
+        (QWEN | {"first_k_dense_replace": "1"}, "first_k_dense_replace must be an integer"),
+        ({"sliding_window": float("inf")}, "sliding_window must be an integer, got inf"),
+        ({"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be an integer, got 'LLLG'"),
+        ({"layer_types": 3}, "layer_types must be a list, got 3"),
+        ({"layer_types": [3]}, "no times for layers of the kind 3"),
+        ({"text_config": "llama"}, "text_config must be an object, got 'llama'"),
     ],
 )
 def test_a_config_that_cannot_be_planned_is_refused_by_field(tmp_path, changes, message):
