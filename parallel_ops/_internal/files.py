@@ -159,7 +159,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:  # Windows' editors write a byte order mark
             found: dict[str, Any] = toml.loads(file.read())
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise ValueError(f"{path} is not TOML: {error}") from None
     return found
 

@@ -1,13 +1,12 @@
 """Arguments of the commands: models and clusters by name or file, batches, plans, search options."""
 
-import json
 import math
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from parallel_ops._internal.files import read_toml
+from parallel_ops._internal.files import read_json, read_toml
 from parallel_ops.planner import presets
 from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cli.huggingface_config import is_config, model_of
@@ -269,15 +268,7 @@ def prices(name: str | None) -> dict[str, float]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    if name.endswith(".toml"):
-        return read_toml(name)
-    try:
-        data = json.loads(Path(name).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{name} must hold one JSON object, got a {type(data).__name__}")
-    return data
+    return read_toml(name) if name.endswith(".toml") else read_json(Path(name))
 
 
 def _build(kind: Any, data: Any, name: str) -> Any:

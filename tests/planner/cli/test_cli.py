@@ -176,6 +176,12 @@ class TestEstimate:
         given = ["--model", tmp_path / "model.json", "--cluster", tmp_path / "cluster.json", "--batch", 8]
         data = json.loads(run("estimate", *given, "--plan", "tp=2", "--json")[1])
         assert (data["model"], data["cluster"], data["plan"]["dp"]) == ("model", "cluster", 2)
+        (tmp_path / "model.json").write_text(json.dumps(shape), encoding="utf-8-sig")  # as Windows' editors do
+        assert json.loads(run("estimate", *given, "--plan", "tp=2", "--json")[1]) == data
+        for name, text in (("deep.json", "[" * 10**5), ("deep.toml", "a = " + "[" * 10**5)):
+            (tmp_path / name).write_text(text)
+            err = run("estimate", *given, "--plan", tmp_path / name)[2]
+            assert f"{name} is not {name[5:].upper()}: maximum recursion" in err
         (tmp_path / "model.json").write_text(json.dumps({**shape, "num_layers": -4}))
         assert run("estimate", *given)[2] == "error: Model: num_layers must be at least 1, got -4\n"
         (tmp_path / "model.json").write_text(json.dumps({**shape, "layer": 4}))
