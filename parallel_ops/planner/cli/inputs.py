@@ -72,10 +72,12 @@ def model(name: str, sequence: int | None = None) -> Model:
                 data[field] = _build(kind, data[field], name)
         found = _build(Model, {"name": Path(name).stem, **data}, name)
     else:
+        short = name if name.lower() in presets.models() else model_name(name)
         try:
-            found = presets.model(name if name.lower() in presets.models() else model_name(name))
+            found = presets.model(short)
         except ValueError as error:
-            raise ValueError(f"{error}; of others --model takes a config.json, or the folder with it") from None
+            given = str(error).replace(repr(short), repr(name), 1)
+            raise ValueError(f"{given}; of others --model takes a config.json, or the folder with it") from None
     return found if sequence is None else replace(found, seq_length=sequence)
 
 

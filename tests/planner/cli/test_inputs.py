@@ -49,7 +49,7 @@ def test_clusters_are_read_with_the_number_first_too(pasted, name):
 
 def test_what_is_no_preset_names_the_nearest():
     for given in ("meta-llama/Llama-3.1-9B", "llama3-71b"):
-        with pytest.raises(ValueError, match=r"unknown model .*nearest: llama3-.* a config.json"):
+        with pytest.raises(ValueError, match=rf"unknown model '{given}'; nearest: llama3-.* a config.json"):
             inputs.model(given)
     with pytest.raises(ValueError, match=r"unknown cluster .*h100"):
         inputs.cluster("8xh101")
