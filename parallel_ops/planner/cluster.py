@@ -11,6 +11,8 @@ from parallel_ops.planner.checks import check_choice, check_counts, check_figure
 from parallel_ops.planner.precision import DTYPES, peak_name
 from parallel_ops.planner.speed import hashed_once
 
+# A search divides the GPUs in all ways: 8 s for this many (two cores of an EPYC, 2026-11).
+_MOST_GPUS = 1 << 22
 PEAKS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 
@@ -132,6 +134,8 @@ class Cluster:
     def __post_init__(self) -> None:
         check_texts(self, ("name",))
         check_counts(self, ("gpus", "gpus_per_node"))
+        if self.gpus > _MOST_GPUS:
+            raise ValueError(f"Cluster: gpus must be at most {_MOST_GPUS:,}, got {self.gpus:,}")
         check_counts(self, ("pod", "rails"), at_least=0)
         check_figures(self, ("price",), zero=True)
         check_choice(self, "topology", ("fat-tree", "torus"))

@@ -99,6 +99,9 @@ def test_a_job_takes_all_of_an_nvlink_domain_or_a_power_of_two():
             r"hidden_size \(2305\) must be a multiple of num_heads \(24\)",
         ),
         (lambda: dataclasses.replace(GPT, num_layers=-1), "num_layers must be at least 1, got -1"),
+        (lambda: dataclasses.replace(GPT, num_layers=10**7), "num_layers .* must be at most 10,000, got 10,000,000"),
+        (lambda: dataclasses.replace(GPT, prediction_layers=2**70), "prediction_layers must be at most 10,000"),
+        (lambda: presets.cluster("h100x16777216"), "gpus must be at most 4,194,304, got 16,777,216"),
         (
             lambda: dataclasses.replace(GPT, num_kv_heads=5),
             r"num_heads \(24\) must be a multiple of num_kv_heads \(5\)",

@@ -17,6 +17,8 @@ from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simul
 
 # Options of `schedule` that --plan takes the place of, as they are if not given.
 _NO_PIPELINE = (None, None, "1f1b", "1,1,1", 0.0, False)
+# Forward passes that are simulated one by one, in a minute (two cores of an EPYC, 2026-11).
+_MOST_PASSES = 1 << 20
 
 
 def schedule_command(
@@ -53,7 +55,9 @@ def schedule_command(
                 "schedule: --plan has the sizes, schedule and times of its pipeline; leave those options out"
             )
         shape, machine = workload.model(model, seq, None, None, work), inputs.cluster(cluster, None)
-        found = estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
+        given = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length))
+        _check_passes(given.pp, given.micro_batches, given.virtual_stages)
+        found = estimate_plan(shape, machine, given)
         simulated, kind = simulate_plan(shape, machine, found.plan), found.plan.schedule
         most = found.peak_memory.stage
         memory = memory_timeline(shape, machine, found.plan, simulated, most if rank is None else rank)
@@ -62,6 +66,7 @@ def schedule_command(
     else:
         durations = replace(_times(times, link), input_grad_first=input_grad_first)
         stages = virtual_stages or (2 if kind == "interleaved" else 1)
+        _check_passes(pp, micro_batches, stages)
         options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
         if kind == "zb-2p":
             options["times"] = durations
@@ -80,6 +85,14 @@ def schedule_command(
     if memory:
         console.print(drawing.memory_text(simulated, memory, console.width))
         console.print(memory.caption, highlight=False)
+
+
+def _check_passes(pp: int, micro_batches: int, stages: int) -> None:
+    if (passes := pp * micro_batches * stages) > _MOST_PASSES:
+        raise ValueError(
+            f"schedule: pp * micro-batches * virtual stages must be at most {_MOST_PASSES:,}, got {passes:,}; the "
+            f"bubble of fewer micro-batches tells as much"
+        )
 
 
 def _times(text: str, link: float) -> Times:

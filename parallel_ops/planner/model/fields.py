@@ -6,6 +6,9 @@ from parallel_ops.planner.checks import check_choice, check_counts, check_figure
 from parallel_ops.planner.model.mixers import KINDS, CompressedAttention, LatentAttention, RecurrentMixer
 from parallel_ops.planner.precision import FROZEN_BYTES
 
+# Lists of layers are walked: a search of this many takes 20 s (two cores of an EPYC, 2026-11).
+_MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFields:
@@ -148,6 +151,8 @@ class ModelFields:
             )
 
     def _check_layers(self) -> None:
+        if (layers := self.num_layers + self.prediction_layers) > _MOST_LAYERS:
+            raise ValueError(f"Model: num_layers + prediction_layers must be at most {_MOST_LAYERS:,}, got {layers:,}")
         if isinstance(self.layers, str):
             raise TypeError(f"Model: layers must be a list of kinds, got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers) or (("window",) if self.window else ("full",)))

@@ -82,6 +82,8 @@ def test_bad_input_for_a_plan(run):
         ([*PLAN, *plan, "--kind", "zb-v"], "--plan has the sizes, schedule and times of its pipeline"),
         ([*PLAN, *plan, "--rank", 4], "rank must be from 0 to 3 for pp=4, got 4"),
         ([*PLAN, "--plan", "pp=3"], "does not divide the 8 GPUs"),
+        ([*PLAN[:-1], 2**70, *plan], "pp * micro-batches * virtual stages must be at most 1,048,576"),
+        (["--pp", 4, "--micro-batches", 10**6], "must be at most 1,048,576, got 4,000,000"),
     ):
         code, out, err = run("schedule", *given)
         assert (code, out) == (2, "") and err.startswith("error: ") and message in err
