@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,22 @@ class TestValidate:
         code, out, err = run("validate")
         assert (code, err) == (1, "")
         assert "does not hold" in out
+
+    @pytest.mark.parametrize(
+        ("column", "value", "message"),
+        [
+            ("tp", "0", "tp must be a whole number of at least 1, got '0'"),
+            ("gbs", "1e9", "gbs must be a whole number of at least 1, got '1e9'"),
+            ("vp", "33", "pp * vp is 33 chunks of 32 layers"),
+            ("tokens_s_gpu", "nan", "tokens_s_gpu must be empty or a number of zero or more, got 'nan'"),
+            ("tokens_s_gpu", "-5", "tokens_s_gpu must be empty or a number of zero or more, got '-5'"),
+            ("tokens_s_gpu", "", "needs the throughput of the run, tokens_s_gpu or tflops_gpu"),
+            ("memory_gib", "inf", "memory_gib must be empty or a number of zero or more, got 'inf'"),
+        ],
+    )
+    def test_runs_of_ones_own_are_refused_by_column(self, run, tmp_path, column, value, message):
+        lines = (files("parallel_ops.planner.validation") / "runs/deepspeed_a800.csv").read_text().splitlines()
+        row = dict(zip(lines[1].split(","), lines[2].split(","), strict=True)) | {column: value}
+        text = "\n".join([lines[1], ",".join(row.values())])
+        (tmp_path / "mine.csv").write_text(text, encoding="utf-8-sig")
+        assert run("validate", "--runs", tmp_path / "mine.csv") == (2, "", f"error: mine.csv, row 1: {message}\n")

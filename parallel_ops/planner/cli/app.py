@@ -230,7 +230,7 @@ def validate_command(
     Example: parallel-ops validate --rows
     """
     if runs is not None:
-        found = list(read_runs(runs.name, runs.read_text(encoding="utf-8")))
+        found = list(read_runs(runs.name, runs.read_text(encoding="utf-8-sig", errors="replace")))
         if not found:
             raise ValueError(f"--runs: {runs} has no runs in it")
         if json:

@@ -47,8 +47,10 @@ def runs(name: str, text: str, model: str = "") -> Iterator[Measurement]:
     """
     lines = text.splitlines()
     source = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#")) or name
-    for number, row in enumerate(csv.DictReader([line for line in lines if not line.startswith("#")]), start=1):
+    table = csv.DictReader([line for line in lines if not line.startswith("#")], restval="")
+    for number, row in enumerate(table, start=1):
         try:
+            _check(row)
             if model and row["model"] != model:
                 continue
             yield _measurement(source, row)
@@ -73,6 +75,11 @@ class _System(NamedTuple):
 
 
 _FP8 = {"activation_dtype": "fp8"}
+# Columns of whole numbers, with the least; 0 micro-batches and chunks are not given.
+_COUNTS = {
+    **dict.fromkeys(("gpus", "gbs", "seq", "replicate", "tp", "pp", "cp", "ep"), 1),
+    **dict.fromkeys(("mbs", "vp", "zero"), 0),
+}
 # By the start of a source's name, the longest that fits. Gradients are reduced in 16 bits where grad_reduce_in_fp32 is
 # off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
 # loss, and XLA reduces gradients as the matmuls make them.
@@ -131,6 +138,22 @@ def _system(source: str, release: str) -> _System:
     return _SYSTEMS[name]._replace(software="megatron-bridge-2026") if newer else _SYSTEMS[name]
 
 
+def _check(row: dict[str, str]) -> None:
+    for name, least in _COUNTS.items():
+        if not re.fullmatch(r"\s*\d+\s*", row[name]) or int(row[name]) < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {row[name]!r}")
+    figures = {name: row.get(name) or "0" for name in ("tokens_s_gpu", "tflops_gpu", "memory_gib")}
+    for name, text in figures.items():
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be empty or a number of zero or more, got {text!r}")
+    if not float(figures["tokens_s_gpu"]) and not float(figures["tflops_gpu"]):
+        raise ValueError("needs the throughput of the run, tokens_s_gpu or tflops_gpu")
+
+
 def _measurement(source: str, row: dict[str, str]) -> Measurement:
     model, cluster = _model(row), _cluster(row)
     system = _system(row["source"], row["release"])
@@ -172,6 +195,8 @@ def _cluster(row: dict[str, str]) -> Cluster:
 
 def _chosen(model: Model, cluster: Cluster, system: _System, row: dict[str, str]) -> Plan:
     """The plan of a row; of micro-batches and chunks that are not given, the fastest that fit."""
+    if int(row["pp"]) * int(row["vp"]) > model.num_layers:
+        raise ValueError(f"pp * vp is {int(row['pp']) * int(row['vp'])} chunks of {model.num_layers} layers")
     if int(row["mbs"]) and int(row["vp"]):
         return _plan(model, system, row, int(row["mbs"]), int(row["vp"]))
     pp, layers = int(row["pp"]), model.num_layers
