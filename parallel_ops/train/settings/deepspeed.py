@@ -16,6 +16,7 @@ from typing import Any
 from parallel_ops._internal.files import read_json
 from parallel_ops.planner.field_text import parse_fields
 from parallel_ops.planner.plan import PLAN_FIELDS, Plan
+from parallel_ops.train.step.settings import OptimizerSettings
 
 Kind = type | tuple[type, ...]
 
@@ -25,7 +26,7 @@ _COPIED: dict[str, tuple[str, str, Kind, Callable[[Any], Any]]] = {
     "fp16.initial_scale_power": ("precision", "initial_scale", int, lambda power: 2.0**power),
     "fp16.loss_scale_window": ("precision", "growth_interval", int, int),
     "zero_optimization.stage": ("parallel", "zero", int, int),
-    "tensor_parallel.autotp_size": ("parallel", "tp", int, int),
+    "tensor_parallel.autotp_size": ("parallel", "tp", int, lambda size: size or 1),  # 0 is off
     "optimizer.params.lr": ("optimizer", "lr", _NUMBER, float),
     "optimizer.params.betas": ("optimizer", "betas", list, list),
     "optimizer.params.eps": ("optimizer", "eps", _NUMBER, float),
@@ -104,7 +105,8 @@ class _Reader:
         if isinstance(parallel, str):
             parallel = parse_fields(parallel, "parallel", PLAN_FIELDS)
         self.settings["parallel"] = dict(parallel)
-        self.left = {key: value for key, value in _flat(given) if value != "auto"}
+        self.given = dict(_flat(given))
+        self.left = {key: value for key, value in self.given.items() if value != "auto"}
 
     def read(self, ranks: int | None) -> None:
         self._precision()
@@ -157,7 +159,8 @@ class _Reader:
             raise self._error("fp16.enabled", "and bf16.enabled are both true")
         if bf16 is not None or fp16 is not None:
             self.put("precision", "dtype", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16.enabled, fp16.enabled")
-        if not fp16:
+        # "auto" leaves it to the settings.
+        if not fp16 and (fp16 is False or self.settings.get("precision", {}).get("dtype") != "fp16"):
             self.left = {key: value for key, value in self.left.items() if not key.startswith("fp16.")}
 
     def _zero(self) -> None:
@@ -196,6 +199,9 @@ class _Reader:
     def _batches(self, dp: int) -> None:
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         whole, micro, accumulation = (self.take(key, int) for key in keys)
+        for key, value in zip(keys, (whole, micro, accumulation), strict=True):
+            if value is not None and value < 1:
+                raise self._error(key, f"must be at least 1, got {value}")
         parallel = self.settings["parallel"]
         if micro is None and whole is not None and accumulation is not None:
             micro = whole // (accumulation * dp)
@@ -227,8 +233,13 @@ class _Reader:
         if kind not in schedules:
             raise self._error("scheduler.type", f"cannot be {kind!r}: there are {', '.join(schedules)}")
         prefix = "scheduler.params."
+        # DeepSpeed's defaults count where a key is missing. This rate, unlike that of WarmupLR, is not the optimizer's.
+        if kind == "WarmupDecayLR" and f"{prefix}warmup_max_lr" not in self.given:
+            self.put("optimizer", "lr", 0.001, f"{prefix}warmup_max_lr, by default,")
         warmup = self.take(f"{prefix}warmup_num_steps", int)
-        warmup = 1000 if warmup is None else warmup  # DeepSpeed's default
+        if self.given.get(f"{prefix}warmup_num_steps") == "auto":
+            warmup = self.settings.get("optimizer", {}).get("warmup", OptimizerSettings().warmup)
+        warmup = 1000 if warmup is None else warmup
         self.put("optimizer", "schedule", schedules[kind], "scheduler.type")
         self.put("optimizer", "warmup", warmup, f"{prefix}warmup_num_steps")
         shape = self.take(f"{prefix}warmup_type", str)
@@ -240,7 +251,7 @@ class _Reader:
             if self.take(f"{prefix}{key}", _NUMBER):
                 raise self._error(f"{prefix}{key}", "cannot be above 0: the rate grows from 0")
         ratio = self.take(f"{prefix}cos_min_ratio", _NUMBER)
-        if kind != "WarmupLR":
+        if kind != "WarmupLR" and self.given.get(f"{prefix}cos_min_ratio") != "auto":
             lowest = 0.0 if kind == "WarmupDecayLR" else 0.0001 if ratio is None else ratio
             self.put(
                 "optimizer", "min_lr_ratio", lowest, "scheduler.type" if ratio is None else f"{prefix}cos_min_ratio"

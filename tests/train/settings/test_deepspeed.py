@@ -23,7 +23,8 @@ DEEPSPEED = {
     "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.99], "eps": 1e-9, "weight_decay": 0.05}},
     "scheduler": {"type": "WarmupDecayLR", "params": {
-        "warmup_num_steps": 10, "total_num_steps": 300, "warmup_type": "linear", "warmup_min_lr": 0}},
+        "warmup_num_steps": 10, "total_num_steps": 300, "warmup_type": "linear", "warmup_min_lr": 0,
+        "warmup_max_lr": 2e-4}},
     "steps_per_print": 5,
     "wall_clock_breakdown": False,
 }  # fmt: skip
@@ -49,6 +50,29 @@ def test_what_it_says_is_done(tmp_path):
     )
     assert (found.schedule, found.warmup, found.min_lr_ratio, settings.run.steps) == ("linear", 10, 0.0, 300)
     assert settings.logging.interval == 5 and settings.precision.dtype == "bf16"
+
+
+def test_auto_is_that_of_the_settings(tmp_path):
+    """As the files that Hugging Face's Trainer completes have it."""
+    path = tmp_path / "ds.json"
+    auto = dict.fromkeys(("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps"), "auto")
+    own = {"optimizer": {"lr": 5e-4, "warmup": 7}, "precision": {"dtype": "fp16"}, "run": {"steps": 40}}
+    content = {
+        "fp16": {"enabled": "auto", "initial_scale_power": 12},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": auto | {"warmup_type": "linear"}},
+        "tensor_parallel": {"autotp_size": 0},
+        "train_batch_size": 8,
+    }
+    path.write_text(json.dumps(content))
+    settings = settings_of(with_deepspeed({**SETTINGS, **own, "parallel": {"dp": 2}}, path))
+    assert (settings.optimizer.lr, settings.optimizer.warmup, settings.run.steps) == (5e-4, 7, 40)
+    assert settings.precision.initial_scale == 4096 and settings.plan.tp == 1
+    content["scheduler"] = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "cos_min_ratio": "auto"}}
+    path.write_text(json.dumps(content))
+    own["optimizer"] = {"min_lr_ratio": 0.2}
+    found = settings_of(with_deepspeed({**SETTINGS, **own, "parallel": {"dp": 2}}, path)).optimizer
+    assert (found.schedule, found.warmup, found.min_lr_ratio) == ("cosine", 0, 0.2)
 
 
 def test_fp16_offload_and_accumulation(tmp_path):
@@ -77,6 +101,11 @@ def test_fp16_offload_and_accumulation(tmp_path):
         ({"gradient_accumulation_steps": 3}, "train_batch_size is 16, not 2 of"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type cannot be 'OneCycle'"),
         ({"scheduler": {"type": "WarmupLR"}}, r"warmup_type cannot be log \(the default\)"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}},
+            r"warmup_max_lr, by default, says 0.001, but optimizer.lr is 0.0002",
+        ),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
         ({"pipeline": {"stages": 2}}, "pipeline.stages is not supported"),
         ({"train_batch_size": "many"}, "train_batch_size must be int, got 'many'"),
     ],
