@@ -20,6 +20,9 @@ from parallel_ops.planner.plan import Plan
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if plan.pp > 1 and plan.zero > 1:
         yield f"its pipeline runs with ZeRO 0 and 1, not {plan.zero}"
+    if plan.ep > 1 and plan.zero == 3:
+        # DeepSpeedEngine._validate_zero3_moe_compatibility; AutoEP has keys of its own.
+        yield "its MoE layers run with ZeRO 0 to 2"
     if plan.layers_per_chunk:
         yield "PipelineModule divides the layers itself; it takes no number of layers per stage"
     if plan.zero == 0 and plan.grad_dtype != plan.dtype:

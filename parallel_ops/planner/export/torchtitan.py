@@ -73,6 +73,11 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "it offloads what FSDP shards: ZeRO 2 or 3"
     if plan.tp > 1 and not plan.sequence_parallel:
         yield "its tensor parallelism includes sequence parallelism"
+    if model.experts and plan.ep > 1 and plan.expert_shards > 1:
+        # Its experts are spread over tensor-parallel ranks, too (parallel_dims.py: dp_shard * cp * tp / ep).
+        yield "its tensor parallelism does not split experts that are spread over ranks; add expert_tp=1"
+    if model.experts and plan.ep == 1 and plan.expert_shards < plan.tp:
+        yield "its tensor parallelism splits experts without expert parallelism; leave expert_tp out"
     if plan.dtype == "fp8" and model.name not in MODELS:
         yield f"a model's own registry converts it to fp8, and torchtitan has none for {model.name}"
 
@@ -83,7 +88,8 @@ def _models(model: Model) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    return {"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {}
+    own: dict[str, Any] = {"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {}
+    return own | ({"expert_tp": 1} if plan.ep > 1 and plan.tp > 1 else {})
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -210,6 +216,7 @@ TORCHTITAN = ExportTarget(
         **PLAIN_STATES,
         **PLAIN_EXPERTS,
         **DROPLESS,
+        "expert_tp": ((0, 1), "its tensor parallelism splits all experts or none"),
         "zero": ((0, 2, 3), "it shards gradients with the optimizer: ZeRO 0, 2 or 3"),
         "schedule": (tuple(SCHEDULES), f"it has {', '.join(SCHEDULES)}"),
         "cp_kind": (("ring",), "its context parallelism is a ring"),

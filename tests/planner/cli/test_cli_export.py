@@ -175,6 +175,20 @@ def test_what_a_system_cannot_run_is_refused(run):
         assert reason in err
 
 
+def test_experts_are_placed_as_the_system_places_them(run):
+    """torchtitan spreads experts over tensor-parallel ranks, too; DeepSpeed's have no ZeRO-3."""
+    given = {"model": "deepseek-v3"}
+    refused = "cannot run this plan: its tensor parallelism does not split experts that are spread over ranks"
+    assert refused in exported(run, "torchtitan", "tp=8", "ep=8", "zero=3", "expert_tp=0", **given)
+    assert "expert_parallel_degree=8" in exported(run, "torchtitan", "tp=8", "ep=8", "zero=3", **given)
+    plan = ["--model", "deepseek-v3", "--cluster", "h100x64", "--batch", "4M", "--plan", "tp=8,ep=8,zero=3"]
+    assert json.loads(run("estimate", *plan, "--for", "torchtitan", "--json")[1])["plan"]["expert_tp"] == 1
+    refused = "splits experts without expert parallelism; leave expert_tp out"
+    assert refused in exported(run, "torchtitan", "tp=8", "zero=3", "expert_tp=1", **given)
+    assert "its MoE layers run with ZeRO 0 to 2" in exported(run, "deepspeed", "ep=8", "zero=3", **given)
+    assert '"stage": 2' in exported(run, "deepspeed", "ep=8", "zero=2", **given)
+
+
 def test_to_a_file(run, tmp_path):
     given, file = [*SMALL, *PLAN, "--for", "torchrun"], tmp_path / "run.sh"
     shown = run("estimate", *given)
