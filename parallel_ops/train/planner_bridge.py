@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from parallel_ops.planner import presets
+from parallel_ops.planner.cli import inputs
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.documents import describe, representative, with_lengths
 from parallel_ops.planner.estimate import estimate
@@ -109,14 +110,15 @@ def memory_problem(settings: Settings, device: Device) -> str | None:
 
 
 def cluster_of(name: str | None, plan: Plan) -> Cluster:
-    """The cluster of a preset's name with as many GPUs as a plan has; without a name that of the GPU that is here, or
-    ``ASSUMED``.
+    """The cluster of a name or file (``inputs.cluster``) with as many GPUs as a plan has, unless the name has a number;
+    without a name that of the GPU that is here, or ``ASSUMED``.
 
     Raises:
-        ValueError: The name is unknown; the message has the nearest ones.
+        ValueError, TypeError, OSError: The name is unknown; the message has the nearest ones. Or no such file.
     """
-    found = presets.cluster(name or gpu_here() or ASSUMED)
-    if name and re.fullmatch(r".+x\d+", name):
+    found = inputs.cluster(name) if name else presets.cluster(gpu_here() or ASSUMED)
+    from_file = name is not None and name.endswith((".json", ".toml"))
+    if name and (found.gpus == plan.gpus or (re.fullmatch(r".+x\d+", found.name) and not from_file)):
         return found
     if plan.gpus > found.gpus_per_node and plan.gpus % found.gpus_per_node:
         raise ValueError(f"the plan has {plan.gpus} ranks, which do not fill nodes of {found.gpus_per_node} GPUs")

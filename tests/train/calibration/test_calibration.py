@@ -14,6 +14,7 @@ from parallel_ops.planner.compute.software import constants_of, efficiency
 from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.step import StepTime
+from parallel_ops.train import planner_bridge
 from parallel_ops.train.calibration.command import calibrate
 from parallel_ops.train.calibration.fit import (
     MORE,
@@ -167,3 +168,28 @@ def test_bad_arguments_name_themselves(tmp_path):
     path.write_text('{"constants": [1]}')
     with pytest.raises(ValueError, match="constants must be a JSON object"):
         inputs.cluster(str(path))
+
+
+def test_a_dry_run_takes_clusters_as_the_planner_does(tmp_path):
+    """By name with the number first, and from files, as ``calibrate`` writes them."""
+    link = {"name": "x", "latency": 1e-6, "bandwidth": 5e10}
+    own = {
+        "name": "a100-80x4",
+        "gpu": "a100-80",
+        "gpus": 4,
+        "gpus_per_node": 4,
+        "intra": link,
+        "inter": link,
+        "constants": {"matmul": 0.5},
+    }
+    (tmp_path / "here.json").write_text(json.dumps(own))
+    four = Plan(dp=4, global_batch=4)
+    assert planner_bridge.cluster_of(str(tmp_path / "here.json"), four) == inputs.cluster(str(tmp_path / "here.json"))
+    one = planner_bridge.cluster_of(str(tmp_path / "here.json"), Plan())
+    assert (one.gpus, one.constants) == (1, (("matmul", 0.5),))
+    assert (
+        planner_bridge.cluster_of("4xH100", four)
+        == planner_bridge.cluster_of("h100", four)
+        == presets.cluster("h100x4")
+    )
+    assert planner_bridge.cluster_of("h100x8", four).gpus == 8
