@@ -16,6 +16,9 @@ REPLACEABLE = (
     "prediction_weight",
 )  # fmt: skip
 
+# As the planner takes, which walks over lists of them.
+_MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Checked):
@@ -108,6 +111,10 @@ class TransformerConfig(Checked):
             self._check_count(name)
         for name in ("num_kv_heads", "head_dim", "ffn_hidden_size"):
             self._check_count(name, optional=True)
+        if self.prediction_layers != 0:
+            self._check_count("prediction_layers")
+        if (layers := self.num_layers + self.prediction_layers) > _MOST_LAYERS:
+            self._fail(f"num_layers + prediction_layers must be at most {_MOST_LAYERS:,}, got {layers:,}")
         if self.head_dim is None and self.latent is None and self.hidden_size % self.num_heads:
             self._fail(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}) unless head_dim "
@@ -120,10 +127,8 @@ class TransformerConfig(Checked):
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
                 self._fail(f"window must be an int of at least 1, got {window!r}")
-        if self.prediction_layers != 0:
-            self._check_count("prediction_layers")
-            if self.experts is not None and self.experts.loss_over_model:
-                self._fail("experts.aux_loss_over must be 'layer' with prediction_layers")
+        if self.prediction_layers != 0 and self.experts is not None and self.experts.loss_over_model:
+            self._fail("experts.aux_loss_over must be 'layer' with prediction_layers")
         if not 0 <= self.prediction_weight < math.inf:
             self._fail(f"prediction_weight must be at least 0 and finite, got {self.prediction_weight}")
 

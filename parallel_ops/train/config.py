@@ -85,6 +85,9 @@ class Settings(Section):
             yield ("data", "paths"), "is missing"
         if self.data.paths and self.data.sources:
             yield ("data", "sources"), "must be left out with data.paths: give one of them"
+        if self.data.eos_id is not None and self.data.eos_id >= self.config.vocab_size:
+            # No document would end, and a mask of documents would mask nothing.
+            yield ("data", "eos_id"), f"must be below the vocabulary's {self.config.vocab_size}, got {self.data.eos_id}"
         if self.data.growing and self.data.sources:
             yield ("data", "growing"), "needs data.paths: a mixture by weight has sources of a known size"
         if self.data.growing and self.evaluation.share:

@@ -116,6 +116,12 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("run.steps=true", "run.steps: input should be a valid integer, got True"),
         ("model.grad_reduce=exact", "model.grad_reduce: input should be 'fp32' or 'backend', got 'exact'"),
         ("model.reduction=exact", 'model.reduction is now model.grad_reduce: grad_reduce = "fp32"'),
+        (
+            "model.num_layers=1180591620717411303424",
+            r"num_layers \+ prediction_layers must be at most 10,000, got 1,180",
+        ),
+        ("model.prediction_layers=100000", r"num_layers \+ prediction_layers must be at most 10,000, got 100,00"),
+        ("data.eos_id=65535", r"data\.eos_id must be below the vocabulary's \d+, got 65535"),
         ("model.dir=nowhere", "model.dir has the shape of the model: leave out hidden_size, num_heads"),
         ("model.dropout=none", "run.toml: model.dropout must not be 'none': give a value, or leave it out"),
         ("data.paths=README.md", r"data\.paths: must be a list: paths = \[\"README\.md\"\]$"),
