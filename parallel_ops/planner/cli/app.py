@@ -160,6 +160,8 @@ def estimate_command(
     Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
     """
     system = _written_for(system, output, launcher)
+    if prices is not None and run is None:
+        raise ValueError("--prices is for the costs of --run")
     shape = workload.model(model, seq, docs, lora, work)
     machine = inputs.cluster(cluster, price)
     if plan is None:
@@ -176,7 +178,7 @@ def estimate_command(
         if problem is not None:
             typer.echo(f"does not fit: {problem[1]}", err=True)
         sys.exit(0 if problem is None else NO)
-    whole = expected(found, inputs.run(run, shape.seq_length), inputs.prices(prices)) if run else None
+    whole = expected(found, inputs.run(run, shape.seq_length), inputs.prices(prices)) if run is not None else None
     if json:
         more = {"run": whole._asdict()} if whole else {}
         json_data.show_result({**json_data.estimate_data(found), **more})

@@ -232,6 +232,8 @@ def test_without_a_plan_the_fastest_is_taken(run):
         (["estimate", *SMALL, "--plan", "global_batch=2"], "unknown field of --plan 'global_batch'"),
         (["estimate", *SMALL, "--plan", "no.json"], "no.json: No such file or directory"),
         (["estimate", *SMALL, "--seq", "-1"], "seq_length must be at least 1, got -1"),
+        (["estimate", *SMALL, *PLAN, "--prices", "no.json"], "--prices is for the costs of --run"),
+        (["estimate", *SMALL, *PLAN, "--run", ""], "--run: tokens must be a number such as 15T, got ''"),
         (["estimate", *SMALL, "--price", "-1"], "price must be finite and zero or more, got -1"),
         (
             ["estimate", *SMALL, *PLAN, "--for", "torchrun", "--output", "no/run.sh"],
