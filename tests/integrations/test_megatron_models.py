@@ -42,6 +42,9 @@ CASES = {
             "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none",
         },
     },
+    "experts in the second layer, on the second stage": {
+        "pp": 2, "config": {**ALL_TO_ALL, "moe_layer_freq": [0, 1], "qk_l2_norm": True},
+    },
     "recomputed experts": {"ep": 2, "config": ALL_TO_ALL | RECOMPUTED},
 }  # fmt: skip
 

@@ -1,12 +1,14 @@
 """Layer specs with this package's modules, built by Megatron's own functions, so they fit the installed version."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from parallel_ops._internal.distributed.groups import GradReduce, is_fp32
 from parallel_ops.integrations.megatron import modules
@@ -54,32 +56,41 @@ def gpt_layer_spec(*, grad_reduce: GradReduce = "fp32", **options: Any) -> Modul
     Raises:
         ValueError: an unknown ``grad_reduce``.
     """
-    stock = gpt_layer_specs.LocalSpecProvider
-    gpt_layer_specs.LocalSpecProvider = functools.partial(ParallelOpsSpecProvider, grad_reduce)
-    try:
+    with _provided(grad_reduce):
         return gpt_layer_specs.get_gpt_layer_local_spec(**options)
-    finally:
-        gpt_layer_specs.LocalSpecProvider = stock
 
 
-def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **options: Any) -> TransformerBlockSubmodules:
+def gpt_block_spec(
+    config: Any, *, vp_stage: int | None = None, grad_reduce: GradReduce = "fp32", **options: Any
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the last norm, to give to ``GPTModel(transformer_layer_spec=...)``.
+
+    Which layers have experts, and all else, is by ``config``: ``get_gpt_decoder_block_spec`` of the installed Megatron.
 
     Args:
         config: the ``TransformerConfig`` of the model.
         vp_stage: virtual pipeline stage of an interleaved schedule.
-        options: see ``gpt_layer_spec``, ``grad_reduce`` among them; others are by default from ``config``.
+        grad_reduce: how the linears add partial sums of the ranks; see ``ParallelOpsSpecProvider``.
+        options: of ``get_gpt_decoder_block_spec``; ``normalization`` and ``qk_l2_norm`` are by default from ``config``.
 
     Raises:
         ValueError: an unknown ``grad_reduce``.
     """
-    defaults = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": config.qk_layernorm,
-        "multi_latent_attention": config.multi_latent_attention,
-        "normalization": config.normalization,
-    }
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    spec = gpt_layer_spec(**{**defaults, **options})
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=modules.Norm)
+    options = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm, **options}
+    with _provided(grad_reduce):
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, vp_stage=vp_stage, **options
+        )
+    spec.layer_norm = modules.Norm
+    return spec
+
+
+@contextlib.contextmanager
+def _provided(grad_reduce: GradReduce) -> Iterator[None]:
+    """Within the block Megatron's functions take this package's modules into local specs."""
+    stock = gpt_layer_specs.LocalSpecProvider
+    gpt_layer_specs.LocalSpecProvider = functools.partial(ParallelOpsSpecProvider, grad_reduce)
+    try:
+        yield
+    finally:
+        gpt_layer_specs.LocalSpecProvider = stock

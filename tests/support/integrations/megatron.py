@@ -148,12 +148,11 @@ def build(case, **stages):
             **case.config,
         }
     )
-    normalization = config.normalization
     if case.drop_in == "spec":
         spec = megatron.gpt_block_spec(config, grad_reduce=case.grad_reduce)
     else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, normalization=normalization, qk_layernorm=config.qk_layernorm
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
         )
     arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
     return config, GPTModel(config, spec, **arguments).to(case.dtype)
