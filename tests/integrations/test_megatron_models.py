@@ -15,6 +15,10 @@ SEQUENCE = {"sequence_parallel": True}
 FUSED = {"gradient_accumulation_fusion": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LLAMA = GATED | {"normalization": "RMSNorm", "num_query_groups": 2, "qk_layernorm": True}
+LATENT = GATED | {
+    "multi_latent_attention": True, "normalization": "RMSNorm", "qk_layernorm": True, "rope_type": "rope",
+    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
 BFLOAT16 = {"dtype": torch.bfloat16, "ddp": {"grad_reduce_in_fp32": False}}
 EXPERTS = GATED | {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01
@@ -30,6 +34,7 @@ CASES = {
     "recomputed": {"tp": 2, "config": SEQUENCE | RECOMPUTED},
     "pipeline": {"pp": 2},
     "llama": {"tp": 2, "config": {**LLAMA, **SEQUENCE}, "model": {"position_embedding_type": "rope"}},
+    "latent attention": {"tp": 2, "config": LATENT | SEQUENCE, "model": {"position_embedding_type": "rope"}},
     "window": {"tp": 2, "config": {"window_size": (3, 0)}},
     "experts by all-gather": {"ep": 2, "config": EXPERTS},
     "experts by all-to-all": {"ep": 2, "config": ALL_TO_ALL},

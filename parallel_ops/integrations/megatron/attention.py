@@ -50,12 +50,16 @@ class CoreAttention(DotProductAttention):
     Windows that reach forward cost the same. Packed sequences (``thd``) need no padding between documents.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
         shares_sequence = config.context_parallel_size > 1
         if shares_sequence:
             config = copy.copy(config)
             config.context_parallel_size = 1  # required by Megatron's class, which reads it for nothing else
         super().__init__(config, *args, **kwargs)
+        if v_channels is not None:  # latent attention gives the widths of heads, which Megatron's class does not take
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         self.cp_group = None
         if shares_sequence:
             shared = getattr(kwargs.get("pg_collection"), "cp", None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
@@ -44,6 +45,7 @@ def on_cpu() -> Iterator[None]:
         (torch, factories),
         (Tensor, {"cuda": _unmoved}),
         (torch.nn.Module, {"cuda": _unmoved}),
+        (multi_latent_attention, {"HAVE_TE": False}),  # which 0.16 says without Transformer Engine too, and then fails
         (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_already}),
     ]
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16's router reads it without Transformer Engine too

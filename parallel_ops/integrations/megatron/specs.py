@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -57,7 +58,7 @@ def gpt_layer_spec(*, grad_reduce: GradReduce = "fp32", **options: Any) -> Modul
         ValueError: an unknown ``grad_reduce``.
     """
     with _provided(grad_reduce):
-        return gpt_layer_specs.get_gpt_layer_local_spec(**options)
+        return _with_known_projections(gpt_layer_specs.get_gpt_layer_local_spec(**options))
 
 
 def gpt_block_spec(
@@ -81,8 +82,19 @@ def gpt_block_spec(
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, vp_stage=vp_stage, **options
         )
+    for layer in spec.layer_specs:
+        _with_known_projections(layer)
     spec.layer_norm = modules.Norm
     return spec
+
+
+def _with_known_projections(layer: ModuleSpec) -> ModuleSpec:
+    """Latent attention refuses any class but Megatron's own for its down-projections, also classes derived from it."""
+    of_attention = layer.submodules.self_attention.submodules
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if hasattr(of_attention, name):
+            setattr(of_attention, name, ColumnParallelLinear)
+    return layer
 
 
 @contextlib.contextmanager

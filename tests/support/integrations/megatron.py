@@ -14,7 +14,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.distributed import distributed_c10d
 
 from parallel_ops.integrations import megatron
@@ -24,6 +26,14 @@ from support.numerics.recorded_calls import recorded_calls
 VOCAB, LENGTH, BATCH, MICRO_BATCHES = 64, 16, 2, 2
 # SwiGLU, as most models have it.
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
+
+
+class AttentionWithoutWidths(DotProductAttention):
+    """Megatron's own core of attention, which latent attention gives the widths of heads, which it does not take."""
+
+    def __init__(self, *args, k_channels=None, v_channels=0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,8 @@ def _each(cases, run):
 def build(case, **stages):
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     torch.manual_seed(1234)
-    config = TransformerConfig(
+    kind = MLATransformerConfig if case.config.get("multi_latent_attention") else TransformerConfig
+    config = kind(
         **{
             "num_layers": 2,
             "hidden_size": 32,
@@ -154,6 +165,9 @@ def build(case, **stages):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
         )
+        if config.multi_latent_attention:
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = AttentionWithoutWidths
     arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
     return config, GPTModel(config, spec, **arguments).to(case.dtype)
 
