@@ -186,6 +186,16 @@ def test_parts_called_by_themselves_drop_out():
     assert 0.4 < float((y == 0).float().mean()) < 0.6
 
 
+def test_norms_take_their_input_by_its_name():
+    """As code does that calls a norm by itself: the name is that of the stock forward."""
+    llama, gpt2 = model_of("llama"), model_of("gpt2")
+    for model, norm, name in ((llama, llama.model.norm, "hidden_states"), (gpt2, gpt2.transformer.ln_f, "input")):
+        x = torch.randn(2, LENGTH, 32)
+        expected = norm(**{name: x})
+        huggingface.apply(model)
+        torch.testing.assert_close(norm(**{name: x}), expected)
+
+
 def test_a_change_that_is_taken_back():
     model = model_of("llama")
     handle = huggingface.apply(model)

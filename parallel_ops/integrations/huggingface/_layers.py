@@ -75,7 +75,15 @@ NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
-    return {"forward": NORMS[kind]}
+    formula = NORMS[kind]
+    theirs = [*inspect.signature(inspect.unwrap(stock.forward)).parameters][1]
+
+    def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if theirs in kwargs:  # stock classes have several names for it
+            kwargs["x"] = kwargs.pop(theirs)
+        return formula(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 def gated(both: Tensor, activation: Activation, weights: Tensor | None = None) -> Tensor:
