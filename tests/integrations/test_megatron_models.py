@@ -31,6 +31,9 @@ CASES = {
         "tp": 2, "config": {**SEQUENCE, **FUSED}, "ddp": {"overlap_grad_reduce": True},
     },
     "gradients in bfloat16": {"tp": 2, "config": {**SEQUENCE, **FUSED}, **BFLOAT16},
+    "residual in float32": {
+        "tp": 2, "config": {**LLAMA, **SEQUENCE, "fp32_residual_connection": True}, **BFLOAT16,
+    },
     "recomputed": {"tp": 2, "config": SEQUENCE | RECOMPUTED},
     "pipeline": {"pp": 2},
     "llama": {"tp": 2, "config": {**LLAMA, **SEQUENCE}, "model": {"position_embedding_type": "rope"}},

@@ -97,7 +97,10 @@ def _main_grad(linear: Any, weight: Tensor) -> MainGrad | None:
 
 
 class _Tagged(torch.nn.Module):
-    """A norm of torch whose parameters are tagged ``sequence_parallel`` if their gradients are this rank's only."""
+    """A norm of torch whose parameters are tagged ``sequence_parallel`` if their gradients are this rank's only.
+
+    Results have the parameters' dtype, in which the next linear is, also where the residual stream is in fp32.
+    """
 
     def __init__(self, hidden_size: int, eps: float, *, sequence_parallel: bool, zero_centered: bool) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -112,14 +115,14 @@ class LayerNorm(_Tagged, torch.nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         # Megatron's Apex norm adds one to the weight too, in another kernel.
         weight = self.weight + 1 if self.zero_centered else self.weight
-        return ops.layer_norm(x, weight, self.bias, self.eps)
+        return ops.layer_norm(x, weight, self.bias, self.eps).to(weight.dtype)
 
 
 class RMSNorm(_Tagged, torch.nn.RMSNorm):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return ops.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered).to(self.weight.dtype)
 
 
 class Norm:

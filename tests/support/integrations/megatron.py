@@ -57,11 +57,13 @@ class Case:
 
 
 def tagged_torch_norm(_, config, hidden_size, eps=1e-5, **__):
-    """What Megatron lacks without Apex: torch's norm, with parameters that say that they saw a part of the tokens."""
+    """What Megatron lacks without Apex: torch's norm, with parameters that say that they saw a part of the tokens, and
+    with results in their dtype, as Transformer Engine's norms have it."""
     kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
     norm = kind(hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel
+    norm.register_forward_hook(lambda norm, _, y: y.to(norm.weight.dtype))
     return norm
 
 
