@@ -84,8 +84,10 @@ class Context:
         self._heads = heads or Heads()
         self._parts: dict[int, Context] = {}
         if mesh is not None or parts is not None:
+            # Calls over several ranks name their layout; what a rank alone has is never "auto".
+            named = "balanced" if cp_layout == "auto" else cp_layout
             self.core_attention = RingCoreAttention(
-                ring_attention, group=self.group, cp_layout=cp_layout, algorithm=algorithm
+                ring_attention, group=self.group, cp_layout=named, algorithm=algorithm
             )
 
         for size, group in (parts or {}).items():

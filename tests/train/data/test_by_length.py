@@ -14,7 +14,7 @@ BATCH = {"global_batch": 8, "micro_batch": 1}
 PLANS = [
     {"dp": 2, "cp": 2, "zero": 3},
     {"dp": 4, "zero": 2, "micro_batch": 2},
-    {"cp": 4, "zero": 1},
+    {"cp": 4, "zero": 1, "cp_layout": "auto"},
     {"dp": 2, "tp": 2},
     {"dp": 4, "dp_replicate": 2, "zero": 3},
 ]
