@@ -20,6 +20,10 @@ Found = tuple[list[tuple[float, float]], float | None, dict[str, Tensor]]
 STEPS, SAVED = 4, 2
 _LLAMA = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary"}
 _PATTERNS = ("tokens.*", "layers.0.*", "layers.*.attention.*", "*norm*", "layers.*", "*bias")
+_SCALINGS = (
+    {"kind": "linear", "factor": 2.0}, {"kind": "dynamic", "factor": 2.0, "original_length": 6},
+    {"kind": "llama3", "factor": 4.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_length": 8},
+)  # fmt: skip
 _YARN = {"factor": 4.0, "original_length": 12, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False}
 
 
@@ -38,6 +42,14 @@ def model_of(draw: random.Random) -> dict[str, Any]:
     model |= _LLAMA | {"num_kv_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0])}
     if draw.random() < 0.2:
         model["window"] = draw.randint(1, 20)
+    elif draw.random() < 0.1:
+        model["window"] = [draw.choice((2, 3, 7, "none")) for _ in range(model["num_layers"])]
+    if draw.random() < 0.2:
+        model["prediction_layers"] = draw.randint(1, 2)
+    if draw.random() < 0.2:
+        model["rotary_scaling"] = draw.choice(_SCALINGS)
+    if draw.random() < 0.2:
+        model |= {"bias": True, "norm": "layer_norm", "activation": draw.choice(("gelu", "swiglu"))}
     if family == "qwen":
         model |= {"qk_norm": True, "qkv_bias": draw.random() < 0.5}
     if family == "olmo":
@@ -65,6 +77,10 @@ def _experts(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
     if family == "deepseek":
         found |= {"shared_experts": draw.randint(0, 2), "dense_layers": draw.randint(0, layers - 1), "score": "sigmoid"}
         found |= {"selection_bias": True, "balance_rate": 0.01, "scale": 2.0}
+        if count % 4 == 0:
+            found |= {"groups": 4, "top_groups": 2}
+    if draw.random() < 0.3:
+        found["normalize"] = False
     if family == "gpt-oss":
         found |= {"top_k_first": True, "router_bias": True, "bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
     if draw.random() < 0.2:  # so many that none is dropped: what is dropped depends on the ranks
@@ -75,13 +91,17 @@ def _experts(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
 def sections_of(draw: random.Random) -> Sections:
     """The sections that a plan does not change."""
     found: Sections = {"model": model_of(draw), "run": {"steps": STEPS}}
+    if draw.random() < 0.3:
+        found["model"] |= {"overlap": draw.choice(("off", 1, 2, 3)), "grad_reduce": draw.choice(("fp32", "backend"))}
     length = found["model"]["seq_length"]
     found["data"] = {
         "document_mask": draw.random() < 0.4, "packing": draw.choice(("concatenate", "concatenate", "best_fit")),
         "shuffle": draw.random() < 0.8, "seq_length": length if draw.random() < 0.7 else draw.randint(1, length),
     }  # fmt: skip
+    # A token that attends to itself alone has no gradient of queries and keys: Muon makes a matrix of its rounding.
+    alone = found["data"]["seq_length"] == 1 or found["model"].get("window") == 1
     found["optimizer"] = {
-        "kind": draw.choice(("adamw", "adamw", "muon")), "grad_clip": draw.choice((0.5, "none")),
+        "kind": draw.choice(("adamw", "adamw", "adamw" if alone else "muon")), "grad_clip": draw.choice((0.5, "none")),
     }  # fmt: skip
     if draw.random() < 0.2:
         found["optimizer"]["groups"] = [{"match": draw.choice(("tokens.*", "*norm*")), "lr_ratio": 0.5}]
@@ -92,7 +112,8 @@ def sections_of(draw: random.Random) -> Sections:
         found["precision"]["initial_scale"] = 256.0
     kind = draw.random()
     if kind < 0.15:
-        found["lora"] = {"rank": draw.randint(1, 4)}
+        targets = draw.choice((["layers.*"], ["layers.*.attention.*"], ["q_proj", "down_proj"]))
+        found["lora"] = {"rank": draw.randint(1, 4), "targets": targets}
     elif kind < 0.4:
         found["model"]["freeze"] = draw.sample(_PATTERNS, draw.randint(1, 2))
     if draw.random() < 0.4:
@@ -114,6 +135,12 @@ def plan_of(draw: random.Random, sections: Sections, processes: int, batch: dict
         "zero": draw.randint(0, 3), "sequence_parallel": tp > 1 and draw.random() < 0.6,
         "cp_kind": draw.choice(("ring", "all_to_all")) if cp > 1 else "ring",
     }  # fmt: skip
+    if draw.random() < 0.2:
+        plan["cp_groups"] = "by_length"
+    if experts and pp > 1 and draw.random() < 0.3:
+        plan["ep_overlap"] = True
+    if draw.random() < 0.2:
+        plan["tp_overlap"] = False
     if cp > 1:
         plan["cp_layout"] = draw.choice(("zigzag", "balanced", "contiguous", "auto"))
     if plan["zero"] and shard * cp > 1 and draw.random() < 0.3:
@@ -128,7 +155,10 @@ def plan_of(draw: random.Random, sections: Sections, processes: int, batch: dict
                 b - a for a, b in itertools.pairwise([0, *ends, sections["model"]["num_layers"]])
             ]
     kinds = ("none", "none", "selective", "full") + ("experts",) * bool(experts)
-    return {"parallel": plan, "recompute": {"kind": draw.choice(kinds), "every": draw.choice((1, 2))}}
+    recompute: dict[str, Any] = {"kind": draw.choice(kinds), "every": draw.choice((1, 2))}
+    if draw.random() < 0.2:
+        recompute |= {"offload": draw.choice(("inputs", "all")), "offload_least_bytes": draw.choice((0, 256))}
+    return {"parallel": plan, "recompute": recompute}
 
 
 class Case:
