@@ -69,8 +69,10 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "communication_data_type": (None, "fp32"),
     "data_types.grad_accum_dtype": (None, "fp32"),
     "fp16.loss_scale": (0,),
-    "fp16.hysteresis": (1,),
-    "fp16.min_loss_scale": (0,),
+    # DeepSpeed's defaults, which count where the keys are missing too, let a scale fall one overflow later, and not
+    # below 1.
+    "fp16.hysteresis": (1, 2),
+    "fp16.min_loss_scale": (0, 1),
     "zero_optimization.offload_optimizer.ratio": (1,),
     "zero_optimization.zero_hpz_partition_size": (1,),
     "activation_checkpointing.number_checkpoints": (None,),

@@ -78,7 +78,9 @@ def test_auto_is_that_of_the_settings(tmp_path):
 def test_fp16_offload_and_accumulation(tmp_path):
     settings = read(tmp_path, {
         "train_batch_size": "auto", "gradient_accumulation_steps": 3, "bf16": {"enabled": False},
-        "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50},
+        "fp16": {
+            "enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 2, "min_loss_scale": 1,
+        },
         "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"},
                               "offload_param": {"device": "cpu"}},
     })  # fmt: skip
