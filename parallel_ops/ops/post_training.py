@@ -134,7 +134,8 @@ def grpo_loss(
     loss = torch.where(kept, loss, 0.0)
     if mean == "token":
         return loss.sum() / kept.sum().clamp(min=1)
-    return (loss.sum(token_dim) / kept.sum(token_dim).clamp(min=1)).mean()
+    of_sequences = loss.sum(token_dim) / kept.sum(token_dim).clamp(min=1)
+    return of_sequences.sum() / max(1, of_sequences.numel())  # of no sequence the mean is NaN
 
 
 def _check_shape(op: str, name: str, t: Tensor, other_name: str, other: Tensor) -> None:

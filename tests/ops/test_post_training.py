@@ -76,6 +76,8 @@ def test_what_does_not_count_may_be_anything():
     assert loss == -1 and log_probs.grad.flatten().tolist() == [-1.0, 0.0]
     nothing = grpo_loss(log_probs, old, torch.ones(1), mask=torch.zeros(2, 1, dtype=torch.bool))
     assert nothing == 0
+    for mean in ("token", "sequence"):
+        assert grpo_loss(torch.zeros(3, 0), torch.zeros(3, 0), torch.zeros(0), mean=mean) == 0
 
 
 def test_bad_arguments_are_named():
