@@ -16,8 +16,8 @@ REPLACEABLE = (
     "prediction_weight",
 )  # fmt: skip
 
-# As the planner takes, which walks over lists of them.
-_MOST_LAYERS = 10_000
+# As the planner takes, which walks over lists of them; so do files of other models, before tensors are counted.
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +113,8 @@ class TransformerConfig(Checked):
             self._check_count(name, optional=True)
         if self.prediction_layers != 0:
             self._check_count("prediction_layers")
-        if (layers := self.num_layers + self.prediction_layers) > _MOST_LAYERS:
-            self._fail(f"num_layers + prediction_layers must be at most {_MOST_LAYERS:,}, got {layers:,}")
+        if (layers := self.num_layers + self.prediction_layers) > MOST_LAYERS:
+            self._fail(f"num_layers + prediction_layers must be at most {MOST_LAYERS:,}, got {layers:,}")
         if self.head_dim is None and self.latent is None and self.hidden_size % self.num_heads:
             self._fail(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}) unless head_dim "

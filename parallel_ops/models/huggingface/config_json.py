@@ -10,14 +10,11 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.config import MOST_LAYERS, TransformerConfig
 from parallel_ops.models.huggingface.families import DEEPSEEK_PLAIN, FAMILIES
 from parallel_ops.models.huggingface.family import REQUIRED, Family
 from parallel_ops.models.huggingface.rotary import Options, listed
 from parallel_ops.models.rotary_scaling import DynamicScaling
-
-# A configuration makes lists of this length before the tensors of the layers are counted.
-_MOST_LAYERS = 100_000
 
 # Kinds of keys that do not change the logits.
 _NEUTRAL_KINDS = (
@@ -93,8 +90,8 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
         if got != value and not (got is None and value is False):
             raise ValueError(f"has {key} {got!r}; supported is {value!r}")
     name = family.keys["num_layers"].name
-    if isinstance(layers := rest[name], int) and layers > _MOST_LAYERS:
-        raise ValueError(f"has {name} {layers}; supported are at most {_MOST_LAYERS}")
+    if isinstance(layers := rest[name], int) and layers > MOST_LAYERS:
+        raise ValueError(f"has {name} {layers}; supported are at most {MOST_LAYERS}")
     try:
         config = family.read(rest)
     except TypeError as error:
