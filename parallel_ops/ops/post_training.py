@@ -29,7 +29,8 @@ def dpo_loss(
         chosen, rejected: ``[b]``, floating: log-probabilities of whole answers under the policy, sums over tokens.
         reference_chosen, reference_rejected: ``[b]``, the same under the reference model.
         beta: scale of the rewards; above 0.
-        label_smoothing: the share of preferences that are assumed to be the wrong way round, in [0, 0.5).
+        label_smoothing: the share of preferences that are assumed to be the wrong way round, in [0, 0.5): TRL's for
+            ``"sigmoid"`` (conservative DPO), not for ``"robust"``.
 
     Returns:
         A scalar. No gradient flows to the reference.
