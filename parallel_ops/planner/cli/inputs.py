@@ -214,9 +214,11 @@ def _check_value(name: str, value: Any) -> None:
     if name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch"):
         if value < 1:
             raise ValueError(f"--only: {name} must be at least 1, got {value}")
-    elif name not in ("schedule", "grad_dtype"):
+    elif name == "grad_dtype":
+        Plan(grad_dtype=value, dtype="fp16" if value == "fp16" else "bf16")
+    elif name != "schedule":
         Plan(**{name: value})
-    elif name == "schedule":
+    else:
         Plan(schedule=value, virtual_stages=2 if value in (*V_SHAPED, "interleaved") else 1)
 
 

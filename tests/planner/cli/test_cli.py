@@ -217,6 +217,7 @@ def test_without_a_plan_the_fastest_is_taken(run):
         (["estimate", *SMALL, "--plan", "pp=2,schedule=zbv"], "got 'zbv'; did you mean 'zb-v'?"),
         (["plan", *SMALL, "--only", "pp=2,schedule=zbv"], "got 'zbv'; did you mean 'zb-v'?"),
         (["plan", *SMALL, "--only", "pp=0"], "--only: pp must be at least 1, got 0"),
+        (["plan", *SMALL, "--only", "grad_dtype=fp32:bf61"], "got 'bf61'; did you mean 'bf16'?"),
         (["plan", *SMALL, "--only", "overlap=true:false"], "--only: overlap takes one value, got True:False"),
         (["plan", *SMALL, "--only", "shedule=1f1b"], "unknown field of --only 'shedule'; nearest: schedule"),
         (["plan", *SMALL, "--for", "megatorn"], "unknown system 'megatorn'; nearest: megatron"),
