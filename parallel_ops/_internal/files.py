@@ -23,7 +23,7 @@ def expanded(path: str | Path) -> Path:
     """``path`` with ``~``, ``~user``, ``$VARIABLE`` and ``${VARIABLE}`` replaced, unless it exists as it stands.
 
     Raises:
-        ValueError: A variable is not set, or there is no such user.
+        ValueError: A variable is not set, the path is empty, or there is no such user.
     """
     text = str(path)
     if not text.startswith("~") and os.path.lexists(text):
@@ -31,6 +31,8 @@ def expanded(path: str | Path) -> Path:
     found = os.path.expandvars(text)
     if missing := _VARIABLE.search(found):
         raise ValueError(f"{text}: the variable {missing[0]} is not set")
+    if not found:
+        raise ValueError(f"{text!r} is an empty path; . is the current folder")
     found = os.path.expanduser(found)
     if found.startswith("~") and "/" in found and not os.path.lexists(found.partition("/")[0]):
         raise ValueError(f"{text}: there is no user {found.partition('/')[0][1:]!r}")

@@ -151,6 +151,7 @@ class TestPaths:
         for given, want in (("~/runs", "runs"), ("$HOME/${RUNS}", "a/b"), ("~/one.*", "one.bin"), ("~/x[1]", "x[1]")):
             assert getattr(getattr(read_settings(file, [f"{key}={given}"]), section), name) == tmp_path / want
         for given, message in (
+            ("", "'' is an empty path"),
             ("$NOTHING/x", r"\$NOTHING/x: the variable \$NOTHING is not set"),
             ("~/*.bin", "must name one path, and matches 2 paths: .*one.bin, "),
             ("~/runs*", "must name one path, and matches nothing"),
