@@ -124,7 +124,8 @@ class Folder:
                         whole = joined(next(given), wanted.dtype)
                         if list(whole.shape) != wanted.shape:
                             raise ValueError(f"{name} must be {wanted.shape}, got {list(whole.shape)}")
-                        whole.view(torch.uint8).numpy().tofile(out)
+                        # NumPy's tofile has an error of its own without the system's reason.
+                        out.write(whole.contiguous().view(torch.uint8).numpy().data)
                         done += wanted.nbytes
                         report(done, self.nbytes)
             if len(self.files) > 1:
@@ -163,7 +164,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     files come into it at the end.
 
     Raises:
-        FileExistsError: see ``check_free``. OSError: it cannot be made.
+        FileExistsError: see ``check_free``. OSError: it cannot be made or written.
     """
     check_free(folder)
     is_there = folder.exists()
@@ -178,8 +179,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for path in sorted(part.iterdir()):
             os.replace(path, folder / path.name)
         part.rmdir()
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)
         raise
 
 

@@ -1,8 +1,10 @@
 """``parallel-ops export`` and ``inspect``: a checkpoint of any plan as a Hugging Face folder, and what it is."""
 
 import dataclasses
+import errno
 import functools
 import json
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -158,6 +160,17 @@ def test_an_empty_folder_that_is_there_is_filled(llama, tmp_path, monkeypatch):
         export(llama, folder)
         assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert (tmp_path / "link").is_symlink() and (tmp_path / "here").samefile(".")
+
+
+def test_a_full_disk_is_called_that_with_the_folder(llama, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/model'") as raised:
+            export(llama, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG and list(tmp_path.iterdir()) == []
 
 
 class TestInspect:
