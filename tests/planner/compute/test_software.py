@@ -164,8 +164,8 @@ def test_targets_refuse_states_that_they_do_not_have():
         plan = Plan(dp=4, tp=2, sequence_parallel=True, zero=2, global_batch=8, **changes)
         cluster = presets.cluster("h100x8")
         found = systems(LLAMA, cluster, plan)
-        assert "torchtitan" not in found
-        assert ("parallel_ops" in found) == ("expert_tp" in changes)  # whose experts are never split
+        for target in ("torchtitan", "parallel_ops"):  # a dense model has no experts to split
+            assert (target in found) == ("expert_tp" in changes)
 
 
 def test_the_era_of_a_search_is_that_of_its_target():

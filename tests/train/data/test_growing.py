@@ -120,7 +120,7 @@ class TestSamples:
 
 def settings_of(folder, plan, **sections):
     data = {"paths": [str(folder)], "growing": True, "seq_length": 8}
-    return runs.settings_of("", data=data, parallel={"global_batch": 8, **plan}, **sections)
+    return runs.settings_of("tokens.bin", data=data, parallel={"global_batch": 8, **plan}, **sections)
 
 
 def steps_while_it_grows(rank, settings, folder, resume=None, steps=4):
@@ -165,6 +165,6 @@ def test_any_mesh_takes_the_same_samples_and_resumes(tmp_path):
 
 def test_settings_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"data\.growing\s+needs data\.paths: a mixture"):
-        runs.settings_of("", data={"sources": [{"paths": ["a"], "weight": 1.0}], "growing": True})
+        runs.settings_of("tokens.bin", data={"sources": [{"paths": ["a"], "weight": 1.0}], "growing": True})
     with pytest.raises(ValueError, match=r"evaluation\.share\s+must be 0 with data\.growing"):
         runs.settings_of("a", data={"growing": True}, evaluation={"share": 0.1})

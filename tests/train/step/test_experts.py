@@ -188,7 +188,9 @@ def test_what_does_not_fit(data, plan, experts, message):
 
 
 def test_a_stage_without_a_pipeline_has_no_loads():
-    config = runs.settings_of("", model={**FOUR, "experts": {**FOUR["experts"], "aux_loss_over": "model"}}).config
+    config = runs.settings_of(
+        "tokens.bin", model={**FOUR, "experts": {**FOUR["experts"], "aux_loss_over": "model"}}
+    ).config
     model = Transformer(config, stages=Stages((2, 2), 2), device="cpu")
     with pytest.raises(ValueError, match="aux_loads must be given for stages and an auxiliary loss over the whole"):
         model(torch.zeros(4, 1, dtype=torch.int64), stage=0, aux_scale=1.0)

@@ -168,4 +168,4 @@ def test_bf16_and_the_command_that_exports(data, tmp_path, monkeypatch, capsys):
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
 
 
-LLAMA_FFN = Transformer.global_shapes(runs.settings_of("", model=LLAMA).config)["layers.0.mlp.down.weight"][1]
+LLAMA_FFN = Transformer.global_shapes(runs.settings_of("tokens.bin", model=LLAMA).config)["layers.0.mlp.down.weight"][1]
