@@ -1,5 +1,6 @@
 """Paths as users write them, and the files of a folder that are read. Needs neither torch nor NumPy."""
 
+import contextlib
 import glob
 import hashlib
 import importlib
@@ -7,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
     return found
+
+
+@contextlib.contextmanager
+def naming_errors(path: Path) -> Iterator[None]:
+    """Gives ``path`` to an OSError that names no file: those of writes, as to a full disk, do not.
+
+    Write arrays by ``file.write``: NumPy's ``tofile`` raises an OSError without the system's reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def suffix_of(path: Path) -> str:

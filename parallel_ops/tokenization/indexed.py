@@ -30,9 +30,8 @@ def write(file: Any, lengths: NDArray[np.int64], dtype: np.dtype[Any], *, masked
     code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
     offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
     file.write(MAGIC + struct.pack(_HEAD, 1, code, len(lengths), len(lengths) + 1))
-    lengths.astype("<i4").tofile(file)
-    offsets.astype("<i8").tofile(file)
-    np.arange(len(lengths) + 1).astype("<i8").tofile(file)
+    for values, kind in ((lengths, "<i4"), (offsets, "<i8"), (np.arange(len(lengths) + 1), "<i8")):
+        file.write(values.astype(kind).data)
     file.write(_MASKED if masked else b"")
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_ops._internal.files import naming_errors
 from parallel_ops.tokenization import indexed
 from parallel_ops.tokenization.documents import Part
 from parallel_ops.tokenization.options import Options
@@ -115,10 +116,10 @@ class Store:
                     lengths[-1][-1] += part.lengths[0]
                     lengths[-1] = np.append(lengths[-1], part.lengths[1:])
                 empty, tokens = empty + part.empty, tokens + len(part.tokens)
-                part.tokens.tofile(out)
+                out.write(part.tokens.data)
                 loss += int(part.loss.sum()) if masked else len(part.tokens)
                 if out_mask is not None:
-                    part.loss.tofile(out_mask)
+                    out_mask.write(part.loss.data)
             if not tokens:
                 raise ValueError(f"the input of {self.output} has no text in it")
             every = np.concatenate(lengths)
@@ -161,7 +162,7 @@ def _renamed(path: Path) -> Iterator[Any]:
     """A file that gets its name when it is complete."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with naming_errors(path), part.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -15,6 +15,7 @@ pytest.importorskip("tokenizers", reason="tokenizers is no dependency")
 from parallel_ops.tokenization import Options
 from parallel_ops.tokenization import documents as reading
 from parallel_ops.tokenization.run import tokenize
+from support.runs.faults import file_limit
 from support.runs.tokenization import END, TEXTS, bytes_of, expected, read, write_json_lines
 
 
@@ -29,6 +30,13 @@ class TestProcesses:
                      report=lambda *given: reports.append(given))  # fmt: skip
         assert bytes_of(tmp_path / "1.bin") == bytes_of(tmp_path / "3.bin")
         assert reports[0][0] == 0 and reports[-1][0] == reports[-1][1] > 0
+
+    def test_a_full_disk_is_called_that_with_the_file(self, tmp_path, tokenizer, small_parts):
+        lines = write_json_lines(tmp_path / "a.jsonl", TEXTS * 20)
+        for limit, file in ((512, "a.parts/000000.npz"), (8192, "a.bin")):
+            with file_limit(limit), pytest.raises(OSError, match=f"File too large: '{tmp_path}/{file}'"):
+                tokenize([lines], tmp_path / "a.bin", Options(tokenizer), processes=1)
+        assert tokenize([lines], tmp_path / "a.bin", Options(tokenizer), processes=1).tokens * 2 > 8192
 
     def test_what_was_killed_goes_on(self, tmp_path, tokenizer, small_parts):
         lines = write_json_lines(tmp_path / "a.jsonl", TEXTS * 20)

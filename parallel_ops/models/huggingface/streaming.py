@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from parallel_ops._internal.files import naming_errors
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.config_json import family_of, options_of
 from parallel_ops.models.huggingface.family import TensorMapping, TensorSlice
@@ -124,7 +125,6 @@ class Folder:
                         whole = joined(next(given), wanted.dtype)
                         if list(whole.shape) != wanted.shape:
                             raise ValueError(f"{name} must be {wanted.shape}, got {list(whole.shape)}")
-                        # NumPy's tofile has an error of its own without the system's reason.
                         out.write(whole.contiguous().view(torch.uint8).numpy().data)
                         done += wanted.nbytes
                         report(done, self.nbytes)
@@ -172,17 +172,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
     part.mkdir(parents=True)
     try:
-        yield part
+        with naming_errors(folder):
+            yield part
         if not is_there:
             os.replace(part, folder)
             return
         for path in sorted(part.iterdir()):
             os.replace(path, folder / path.name)
         part.rmdir()
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(folder)
         raise
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import functools
 import json
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from parallel_ops.train.checkpoint.export import export
 from parallel_ops.train.checkpoint.inspection import inspect
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
-from support.runs.faults import flip
+from support.runs.faults import file_limit, flip
 from support.runs.tensor_files import tensors_in
 
 
@@ -163,13 +162,8 @@ def test_an_empty_folder_that_is_there_is_filled(llama, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_called_that_with_the_folder(llama, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*/model'") as raised:
-            export(llama, tmp_path / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_limit(4096), pytest.raises(OSError, match=r"File too large: '.*/model'") as raised:
+        export(llama, tmp_path / "model")
     assert raised.value.errno == errno.EFBIG and list(tmp_path.iterdir()) == []
 
 
