@@ -12,7 +12,7 @@ _NAMES = (
     (r"^meta-llama-", "llama-"),
     (r"^llama-?2-", "llama2-"),
     (r"^llama-?3(\.\d)?-", "llama3-"),
-    (r"^qwen2\.5-", "qwen2-"),
+    (r"^qwen2(\.5)?-(coder-)?", "qwen2-"),
     (r"^deepseek-(v3\.\d|r1)(-terminus)?$", "deepseek-v3"),
     (r"^(kimi-k2)\.\d$", r"\1"),
     (r"^glm-4\.6$", "glm-4.5"),
