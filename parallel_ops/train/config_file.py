@@ -88,8 +88,8 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     if not equals or not all(names) or len(names) > 2 or (len(names) == 1 and names != ["parallel"]):
         raise ValueError(f"--set takes section.key=value, got {change!r}")
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except ValueError:  # no TOML, or the lines of several keys
         value = text.strip()
     if len(names) == 1:
         return {**data, names[0]: value}

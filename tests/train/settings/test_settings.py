@@ -127,6 +127,7 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("data.paths=README.md", r"data\.paths: must be a list: paths = \[\"README\.md\"\]$"),
         ("optimizer.betas=0.9", r"optimizer\.betas: must be a list: betas = \[0\.9\]"),
         ("checkpoint.interval=5", "checkpoint.dir is needed with checkpoint.interval"),
+        ("run.seed=7\noptimizer.lr=1", r"run.seed: input should be a valid integer, got '7\\noptimizer.lr=1'"),
         ("run=3", "--set takes section.key=value, got 'run=3'"),
     ],
 )
