@@ -102,11 +102,12 @@ def gradient_squares(model):
 
 
 def main():
+    world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    layouts = [name for name in LAYOUTS if ("2" in name) == (world == 2)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts)
     options = parser.parse_args()
-    world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     gpu = torch.cuda.device_count() >= world
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     store = {} if world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -115,8 +116,7 @@ def main():
         torch.cuda.set_device(device)
     with contextlib.nullcontext() if gpu else megatron.on_cpu():
         for name in options.layouts:
-            if ("2" in name) == (world == 2):
-                compare(name, options.steps, device, rank)
+            compare(name, options.steps, device, rank)
     dist.destroy_process_group()
 
 

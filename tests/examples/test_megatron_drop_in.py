@@ -17,7 +17,15 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_drop_in.py"
 def test_both_columns_are_the_same():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+    def run(*options):
+        return subprocess.run(
+            [*command, *options], capture_output=True, text=True, timeout=300, check=False, env=environment
+        )
+
+    done = run("--layouts", "TP 2")
+    assert done.returncode == 2 and "invalid choice: 'TP 2' (choose from" in done.stderr
+    done = run()
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"step +\d+ +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", done.stdout)
     assert len(rows) == 2
