@@ -101,31 +101,15 @@ class Program:
 
     def step_time(self, times: Times, *, barrier: bool) -> float:
         """``Simulation.step_time`` with ``barrier``, else ``Simulation.step_time_without_barrier``."""
-        if barrier:
-            return self._last_end(times)
         starts, ends, _ = self.run(times)
+        if barrier:
+            return max(ends)  # the first entry starts at 0
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for entry, start, end in zip(self._entries, starts, ends, strict=True):
             first.setdefault(entry[0], start)
             last[entry[0]] = end
         return max(last[rank] - first[rank] for rank in last)
-
-    def _last_end(self, times: Times) -> float:
-        """The end of the last entry; the first starts at 0. Half the time of ``run``, which a search needs."""
-        durations, links = self._durations(times), self._links(times)
-        ends: list[float] = []
-        clocks = [0.0] * len(self._actions)
-        for rank, which, after, link, also_after, also_link in self._entries:
-            end = clocks[rank]
-            if after >= 0 and (ready := ends[after] + links[link]) > end:
-                end = ready
-            if also_after >= 0 and (ready := ends[also_after] + links[also_link]) > end:
-                end = ready
-            end += durations[which]
-            ends.append(end)
-            clocks[rank] = end
-        return max(clocks)
 
     def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
         """Starts and ends of the entries, by rank and action."""
@@ -170,65 +154,28 @@ class Program:
         order, position = self._actions[rank], self._done[rank]
         return order[position : position + 2] if order[position].paired else order[position : position + 1]
 
-    def _advance(self, rank: int) -> set[int]:  # noqa: PLR0912
+    def _advance(self, rank: int) -> set[int]:
         """Adds entries of the rank until one has to wait. Returns the ranks that may continue because of them."""
         woken: set[int] = set()
-        order, entries, stages = self._actions[rank], self._entries, self._stages
-        forward, backward, owners, last = self._forward, self._backward, self._owners, self._stages - 1
-        position, count = self._done[rank], len(order)
-        while position < count:
-            kind, mb, stage, paired = order[position]
-            if paired:
-                if not self._add_pair(rank, position, woken):
-                    break
-                position += 2
-                continue
-            # ``_need`` of the one action, without calls: a program has up to a hundred thousand.
-            after, link = -1, 0
-            if kind == "F":
-                if stage:
-                    link = stage - 1
-                    if (after := forward[link][mb]) < 0:
-                        break
-                forward[stage][mb] = len(entries)
-                if stage < last and owners[stage + 1] != rank:
-                    woken.add(owners[stage + 1])
-                duration = stage
-            elif kind == "W":
-                if backward[stage][mb] < 0:
-                    break
-                duration = 2 * stages + stage
-            else:
-                if forward[stage][mb] < 0:
-                    break
-                if stage < last:
-                    link = stage
-                    if (after := backward[stage + 1][mb]) < 0:
-                        break
-                    if (sent := entries[after][1]) >= 3 * stages:
-                        link += last if sent < 4 * stages else 2 * last
-                backward[stage][mb] = len(entries)
-                if stage and owners[stage - 1] != rank:
-                    woken.add(owners[stage - 1])
-                duration = (1 if kind == "I" else 3) * stages + stage
-            entries.append((rank, duration, after, link, -1, 0))
-            position += 1
-        self._done[rank] = position
-        return woken
-
-    def _add_pair(self, rank: int, position: int, woken: set[int]) -> bool:
-        """Adds the F and B at ``position`` of the rank and the ranks that may continue; False if one has to wait."""
-        first, second = self._actions[rank][position : position + 2]
-        needs = self._need(first), self._need(second)
-        if needs[0] is None or needs[1] is None:
-            return False
-        stages, entry = (first.stage, second.stage), len(self._entries)
-        self._forward[first.stage][first.micro_batch] = self._backward[second.stage][second.micro_batch] = entry
-        followers = min(first.stage + 1, self._stages - 1), max(second.stage - 1, 0)
-        woken.update(self._owners[stage] for stage in followers if self._owners[stage] != rank)
-        duration = 4 * self._stages + self._pairs.setdefault(stages, len(self._pairs))
-        self._entries.append((rank, duration, *needs[0], *needs[1]))
-        return True
+        while self._done[rank] < len(self._actions[rank]):
+            group = self._group(rank)
+            needs = [need for action in group if (need := self._need(action)) is not None]
+            if len(needs) < len(group):
+                break
+            for kind, mb, stage, _ in group:
+                if kind != "W":
+                    computed, follower = (self._forward, stage + 1) if kind == "F" else (self._backward, stage - 1)
+                    computed[stage][mb] = len(self._entries)
+                    if 0 <= follower < self._stages:
+                        woken.add(self._owners[follower])
+            first, *second = group
+            which = "FIWB".index(first.kind) * self._stages + first.stage
+            if second:
+                pair = first.stage, second[0].stage
+                which = 4 * self._stages + self._pairs.setdefault(pair, len(self._pairs))
+            self._entries.append((rank, which, *needs[0], *(needs[1] if second else (-1, 0))))
+            self._done[rank] += len(group)
+        return woken - {rank}
 
     def _need(self, action: Action) -> tuple[int, int] | None:
         """The entry on another stage that the action depends on (-1 for none) and the link from there; ``None`` if a
