@@ -13,11 +13,8 @@ from parallel_ops.planner.validation.measurement import Measurement
 
 def summaries(report: Report) -> Table:
     """The errors of each quantity of each published table."""
-    out = new_table("Errors against published tables: positive is too slow, or too much")
-    out.add_column("table", ratio=1)
-    out.add_column("quantity")
-    for name in ("rows", "fitted", "mean", "bias", "largest"):
-        out.add_column(name, justify="right", no_wrap=True)
+    title = "Errors against published tables: positive is too slow, or too much"
+    out = new_table(title, "*table", "quantity", ">rows", ">fitted", ">mean", ">bias", ">largest")
     for found in report.summaries():
         errors = f"{found.mean:.1%}", f"{found.bias:+.1%}", f"{found.largest:+.1%}"
         out.add_row(
@@ -32,10 +29,8 @@ def summaries(report: Report) -> Table:
 
 def own_runs(rows: Sequence[Measurement]) -> Table:
     """Measured and predicted seconds of a step, for runs of a user's own."""
-    out = new_table("Seconds of a step: positive errors are too slow")
-    out.add_column("run", ratio=1)
-    for name in ("measured", "planner", "error", "±"):
-        out.add_column(name, justify="right", no_wrap=True)
+    title = "Seconds of a step: positive errors are too slow"
+    out = new_table(title, "*run", ">measured", ">planner", ">error", ">±")
     for row in own_runs_data(rows):
         seconds, found = row["measured"], row["predicted"]
         figures = f"{seconds:.4g}", f"{found:.4g}", f"{found / seconds - 1:+.1%}", f"{row['band']:.0%}"
@@ -45,10 +40,8 @@ def own_runs(rows: Sequence[Measurement]) -> Table:
 
 def left_out(report: Report) -> Table:
     """The errors of each table of step times with constants that were fitted without it."""
-    out = new_table("Step times of each table, fitted without it, and what that changes for the other tables")
-    out.add_column("table", ratio=1)
-    for name in ("rows", "mean", "bias", "others", "most moved", ""):
-        out.add_column(name, justify="right", no_wrap=True)
+    title = "Step times of each table, fitted without it, and what that changes for the other tables"
+    out = new_table(title, "*table", ">rows", ">mean", ">bias", ">others", ">most moved", ">")
     for found in report.left_out:
         others = f"{found.others:+.1%}", f"{found.most:+.1%}", found.most_moved
         out.add_row(found.table, str(found.rows), f"{found.mean:.1%}", f"{found.bias:+.1%}", *others)
@@ -57,11 +50,8 @@ def left_out(report: Report) -> Table:
 
 def constants() -> Table:
     """The fitted constants of software, their values in fits that leave out one table each, and their tables."""
-    out = new_table("Fitted constants of software, and their range when any one table is left out")
-    out.add_column("constant", no_wrap=True)
-    for name in ("value", "range"):
-        out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("tables that carry it", ratio=1)
+    title = "Fitted constants of software, and their range when any one table is left out"
+    out = new_table(title, "<constant", ">value", ">range", "*tables that carry it")
     for found in fitted_constants():
         few = f" (range: ± {found.half_width:.0%} on its estimates)" if found.half_width else ""
         span = f"{found.low:.4g} to {found.high:.4g}"
@@ -89,10 +79,7 @@ def errors(report: Report) -> list[Table]:
 
 def promises(report: Report) -> Table:
     """The promises, and whether each holds."""
-    out = new_table("Promises")
-    out.add_column("", ratio=1)
-    for name in ("found", "at most", ""):
-        out.add_column(name, justify="right", no_wrap=True)
+    out = new_table("Promises", "*", ">found", ">at most", ">")
     for promise in report.promises:
         verdict = "holds" if promise.met else "does not hold"
         out.add_row(promise.name, f"{promise.value:.4g}", f"{promise.limit:.4g}", verdict)

@@ -48,28 +48,32 @@ def whose_times(estimates: Sequence[Estimate]) -> str:
 
 def names(presets: Mapping[str, Sequence[str]]) -> Table:
     """The presets by kind."""
-    out = new_table()
-    out.add_column("")
-    out.add_column("names", ratio=1)
+    out = new_table("", "", "*names")
     for kind, found in presets.items():
         out.add_row(kind, ", ".join(found))
     return out
 
 
-def new_table(title: str = "") -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
+def new_table(title: str, *columns: str) -> Table:
+    """A table with these columns. Before a name, ``>`` is for figures and ``<`` for text, neither of which is wrapped,
+    and ``*`` for the column that takes the room that is left."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
+    for column in columns:
+        out.add_column(
+            column.lstrip("<>*"),
+            justify="right" if column.startswith(">") else "left",
+            no_wrap=column.startswith(("<", ">")),
+            ratio=1 if column.startswith("*") else None,
+        )
+    return out
 
 
 def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
     """Ranked plans, the first ``ties`` marked as equal, each with the causes of its time beside the first (``why``) and
     the rules of thumb that it breaks."""
-    out = new_table()
-    out.add_column("#", justify="right")
-    out.add_column("plan", ratio=1)
     # The first ± is of step, tokens/s and MFU, the second of memory.
-    for name in ("step", "tokens/s", "MFU", "±", "memory", "±", "bubble"):
-        out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("runs in")
+    figures = ">step", ">tokens/s", ">MFU", ">±", ">memory", ">±", ">bubble"
+    out = new_table("", ">#", "*plan", *figures, "runs in")
     for number, estimate in enumerate(estimates, 1):
         plan = Text(estimate.plan.describe())
         causes = why(estimates[0], estimate) if number > 1 else ""
@@ -92,10 +96,7 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
 
 def misses(result: SearchResult, count: int = 3) -> Table:
     """Faster plans that only just fit, and the near misses, see ``SearchResult.misses``."""
-    out = new_table("Faster plans that only just fit, or need slightly more memory")
-    out.add_column("plan", ratio=1)
-    for name in ("step", "too much"):
-        out.add_column(name, justify="right", no_wrap=True)
+    out = new_table("Faster plans that only just fit, or need slightly more memory", "*plan", ">step", ">too much")
     for found in close(result)[:count]:
         out.add_row(found.plan.describe(), seconds(found.step), "fits by estimate")
     for miss in result.misses[:count]:
@@ -116,10 +117,8 @@ RESOURCES = {
 
 def gains(result: SearchResult) -> Table:
     """The step with more of one resource, see ``SearchResult.gains``."""
-    out = new_table("What more would change, the binding constraint first")
-    for name in ("more", "", "step", "time"):
-        out.add_column(name, justify="left" if name == "more" else "right", no_wrap=True)
-    out.add_column("plan", ratio=1)
+    title = "What more would change, the binding constraint first"
+    out = new_table(title, "<more", ">", ">step", ">time", "*plan")
     for gain in result.gains:
         label, unit, size, digits = RESOURCES[gain.resource]
         more, plan = f"+{least(gain.more / size, digits)} {unit}".rstrip(), gain.plan.describe()
@@ -130,10 +129,7 @@ def gains(result: SearchResult) -> Table:
 
 def rejections(result: SearchResult) -> Table:
     """Reasons for rejections, each with an example: for memory, the plan with the least excess."""
-    out = new_table("Plans that cannot run")
-    out.add_column("why")
-    out.add_column("plans", justify="right")
-    out.add_column("example, or the nearest", ratio=1)
+    out = new_table("Plans that cannot run", "why", ">plans", "*example, or the nearest")
     for kind, (count, nearest) in result.rejected.nearest().items():
         out.add_row(kind, f"{count:,}", f"{nearest.plan.describe()}: {nearest.reason}")
     return out
@@ -155,10 +151,7 @@ def sensitivity(result: SearchResult) -> list[str]:
 
 def summary(estimate: Estimate) -> Table:
     """Time by cause, throughput, utilisation and memory of one estimate."""
-    out = new_table()
-    out.add_column(estimate.plan.describe())
-    out.add_column("", justify="right")
-    out.add_column("±", justify="right")
+    out = new_table("", estimate.plan.describe(), ">", ">±")
     for name in ("compute", "bubble", "exposed", "optimizer"):
         label = "exposed communication" if name == "exposed" else name
         out.add_row(label, f"{seconds(getattr(estimate, name))}  {getattr(estimate, name) / estimate.step:6.1%}")
@@ -184,9 +177,7 @@ def summary(estimate: Estimate) -> Table:
 
 def run(found: Expected) -> Table:
     """Cost of a whole run."""
-    out = new_table("The run")
-    out.add_column("")
-    out.add_column("", justify="right")
+    out = new_table("The run", "", ">")
     out.add_row("days", f"{found.days:,.1f}")
     out.add_row("steps", f"{found.steps:,.0f}")
     saved = f"a checkpoint of {found.checkpoint:,.0f} s every {found.interval / 60:,.0f} min"
@@ -205,10 +196,8 @@ def run(found: Expected) -> Table:
 
 def memory(estimate: Estimate) -> Table:
     """Memory of each stage in GiB; of neighbours on one kind of GPU with the same parts once."""
-    out = new_table("Memory of one GPU, GiB")
-    short = dict(zip(DEVICE_MEMORY, ("params", "grads", "optim", "activ", "logits", "buffer", "system"), strict=True))
-    for name in ("stage", *DEVICE_MEMORY, "total", "of"):
-        out.add_column(short.get(name, name), justify="right", no_wrap=True)
+    parts = ">params", ">grads", ">optim", ">activ", ">logits", ">buffer", ">system"  # of ``DEVICE_MEMORY``
+    out = new_table("Memory of one GPU, GiB", ">stage", *parts, ">total", ">of")
     gpus = estimate.cluster.stage_gpus(estimate.plan.pp)
     groups: list[list[StageMemory]] = []
     for stage in estimate.memory:
@@ -218,8 +207,8 @@ def memory(estimate: Estimate) -> Table:
             groups.append([stage])
     for first, *others in groups:
         label = f"{first.stage}-{others[-1].stage}" if others else f"{first.stage}"
-        parts = [f"{getattr(first, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
-        out.add_row(label, *parts, f"{gpus[first.stage].memory / GIB:.1f}")
+        figures = [f"{getattr(first, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
+        out.add_row(label, *figures, f"{gpus[first.stage].memory / GIB:.1f}")
     return out
 
 
@@ -229,11 +218,8 @@ def _alike(one: StageMemory, other: StageMemory) -> bool:
 
 def transfers(estimate: Estimate) -> Table:
     """Traffic of a step by group and collective."""
-    out = new_table("Communication of a step")
-    out.add_column("collective", ratio=1)
-    out.add_column("link")
-    for name in ("ranks", "count", "GB sent", "time", "exposed"):
-        out.add_column(name, justify="right", no_wrap=True)
+    figures = ">ranks", ">count", ">GB sent", ">time", ">exposed"
+    out = new_table("Communication of a step", "*collective", "link", *figures)
     for t in estimate.transfers:
         numbers = (f"{t.size:,}", f"{t.count:,}", f"{t.bytes / 1e9:,.2f}", seconds(t.seconds), seconds(t.exposed))
         out.add_row(f"{t.group} {t.collective}, {t.algorithm}", t.link, *numbers)
