@@ -6,7 +6,7 @@ from typing import Any
 
 from parallel_ops.planner.schedules.schedule import Times, actions, simulate
 from parallel_ops.planner.validation.measurement import table
-from parallel_ops.planner.validation.report import Row, row_of
+from parallel_ops.planner.validation.report import Row
 
 # Schedules whose bubbles are the published ones, and all.
 EXACT = ("1f1b", "zb-h1", "zb-h2", "zb-1p")
@@ -26,7 +26,8 @@ def bubble_rows() -> Iterator[Row]:
         for kind, published in row["bubble"].items():
             predicted = _bubble(kind, row["pp"], row["micro_batches"], times, sizes)
             name = f"{row['model']}, {kind}, {row['micro_batches']} micro-batches"
-            yield row_of("zero_bubble", "table 5", name, "bubble", "", (published, predicted), "computed")
+            where = {"source": table("zero_bubble")["source"], "table": "table 5", "name": name, "role": "computed"}
+            yield Row(**where, quantity="bubble", unit="", published=published, predicted=predicted)
 
 
 def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:

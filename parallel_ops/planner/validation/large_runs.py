@@ -54,20 +54,8 @@ def titan() -> Iterator[Measurement]:
 def llama() -> Iterator[Measurement]:
     """Step times of Llama 3 405B, from the published TFLOP/s per GPU."""
     for row in table("other_generations")["llama 3"]:
-        plan = Plan(
-            dp=row["dp"],
-            tp=8,
-            pp=16,
-            cp=row["cp"],
-            zero=1,
-            sequence_parallel=True,
-            schedule="interleaved",
-            virtual_stages=8,
-            global_batch=row["batch"],
-            # Section 3.3.2: tensors that no later computation needs are freed, without recomputation of whole layers.
-            recompute="selective",
-            layers_per_chunk=(0, *[1] * 126, 0),
-        )
+        shared = {**table("other_generations")["plans"]["llama 3"], "layers_per_chunk": (0, *[1] * 126, 0)}
+        plan = Plan(**shared, dp=row["dp"], cp=row["cp"], global_batch=row["batch"])
         model = replace(presets.model("llama3-405b"), seq_length=row["seq_length"])
         flops = 3 * row["batch"] * model.seq_length * model.forward_flops
         yield Measurement(
@@ -85,20 +73,7 @@ def llama() -> Iterator[Measurement]:
 def deepseek() -> Iterator[Measurement]:
     """The mean step time of DeepSeek-V3's pre-training, from its GPU hours."""
     for row in table("other_generations")["deepseek-v3"]:
-        plan = Plan(
-            dp=row["dp"],
-            pp=16,
-            ep=64,
-            zero=1,
-            schedule="dualpipe-v",
-            virtual_stages=2,
-            global_batch=15360,
-            recompute="selective",
-            dtype="fp8",
-            activation_dtype="fp8",  # sections 3.3.2 and 3.3.3
-            moment_dtype="bf16",
-            dispatcher="deepep",
-        )
+        plan = Plan(**table("other_generations")["plans"]["deepseek-v3"], dp=row["dp"])
         model = presets.model("deepseek-v3")
         steps = 14.8e12 / (plan.global_batch * model.seq_length)
         yield Measurement(

@@ -120,34 +120,12 @@ def _vtrain(name: str) -> Iterator[Measurement]:
         )
 
 
-_MPT = {  # layers, hidden, heads: llm-foundry, scripts/train/yamls/pretrain
-    "125m": (12, 768, 12),
-    "350m": (24, 1024, 16),
-    "760m": (24, 1536, 12),
-    "1b": (24, 2048, 16),
-    "3b": (32, 2560, 20),
-    "7b": (32, 4096, 32),
-    "13b": (40, 5120, 40),
-    "30b": (48, 7168, 56),
-    "70b": (80, 8192, 64),
-}
-
-
 def _foundry() -> Iterator[Measurement]:
     """MPT in eager PyTorch under FSDP. ``DEFAULT`` reduces gradients in fp32, ``PURE`` in bf16."""
     source, found = rows("foundry")
     for row in found:
-        layers, hidden, heads = _MPT[row["Model"]]
-        model = Model(
-            name=f"mpt-{row['Model']}",
-            num_layers=layers,
-            hidden_size=hidden,
-            num_heads=heads,
-            vocab_size=50368,
-            seq_length=int(row["SeqLen (T)"]),
-            bias="none",
-            dropout=False,
-        )
+        shape = table("mpt")["models"][row["Model"]] | table("mpt")["of all"]
+        model = Model(name=f"mpt-{row['Model']}", seq_length=int(row["SeqLen (T)"]), **shape)
         gpus, batch = int(row["# GPUs"]), int(row["GlobalBatchSize"])
         kind = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}[row["GPU"]]
         plan = Plan(

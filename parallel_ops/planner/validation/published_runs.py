@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
@@ -21,6 +21,7 @@ from parallel_ops.planner.memory.recomputation import MODULES
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS
+from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.step import step_seconds
 from parallel_ops.planner.validation.measurement import Measurement, rows
 
@@ -60,82 +61,23 @@ def runs(name: str, text: str, model: str = "") -> Iterator[Measurement]:
             raise ValueError(f"{name}, row {number}: {error}") from None
 
 
-class _System(NamedTuple):
-    """``Plan`` fields that the runs of a source share, and their software.
-
-    Attributes:
-        software: name of an era.
-        plan: fields of every run.
-        fp8: further fields of runs with fp8 matmuls.
-    """
-
-    software: str
-    plan: dict[str, Any]
-    fp8: dict[str, Any] | None = None
-
-
-_FP8 = {"activation_dtype": "fp8"}
 # Columns of whole numbers, with the least; 0 micro-batches and chunks are not given.
 _COUNTS = {
     **dict.fromkeys(("gpus", "gbs", "seq", "replicate", "tp", "pp", "cp", "ep"), 1),
     **dict.fromkeys(("mbs", "vp", "zero"), 0),
 }
-# By the start of a source's name, the longest that fits. Gradients are reduced in 16 bits where grad_reduce_in_fp32 is
-# off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
-# loss, and XLA reduces gradients as the matmuls make them.
-_SYSTEMS = {
-    "DeepSpeed": _System("deepspeed-2024", {"fsdp": False, "gather_parameters": True}),
-    "fms-fsdp": _System("fsdp-2023", {"grad_dtype": "bf16"}),
-    "fms-fsdp A100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
-    "fms-fsdp H100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
-    "MaxText": _System("maxtext-2024", {"fused_loss": True, "grad_dtype": "bf16"}),
-    "Megatron-Bridge": _System(
-        "megatron-bridge-2025", {"fsdp": False, "grad_dtype": "bf16", "inplace_loss": True}, _FP8
-    ),
-    "Megatron MoE ModelZoo": _System(
-        "megatron-bridge-2026", {"fsdp": False, "grad_dtype": "bf16", "inplace_loss": True}, _FP8
-    ),
-    # Its run on one GPU takes 81 GB: states in 16 bits.
-    "KempnerForge": _System("torchtitan-2025", {"grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0}),
-    "Megatron-LM": _System("megatron-2024", {"fsdp": False}),
-    "NeMo 25": _System(
-        "megatron-bridge-2025",
-        # Its recipes drop tokens in their performance mode (MegatronTokenDropCallback).
-        {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2, "capacity_factor": 1.0},
-        _FP8,
-    ),
-    "NeMo AutoModel": _System(
-        "automodel-2025",
-        {"fsdp": False, "grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0, "dispatcher": "deepep"},
-    ),
-    "NeMo": _System("nemo-2024", {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2}, _FP8),
-    "NeMo recipes": _System("megatron-bridge-2025", {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2}, _FP8),
-    # Its scripts switch the overlap of tensor parallelism off. The matmuls of the same machine give two constants.
-    "SimuMax": _System("megatron-bridge-2026", {"fsdp": False, "inplace_loss": True, "tp_overlap": False}),
-    "torchtitan": _System("fsdp-2023", {}),
-    "torchtitan 2025": _System("torchtitan-2025", {}),
-}
-# Starts of the names of sources that no constant is fitted to.
-_HELD_OUT = (
-    "KempnerForge",
-    "MaxText recipes",
-    "Megatron MoE ModelZoo",
-    "NeMo 24.07 H200",
-    "NeMo AutoModel 2026",
-    "NeMo recipes",
-    "SimuMax",
-    "torchtitan 2025",
-)
 
 
-def _system(source: str, release: str) -> _System:
-    found = [name for name in _SYSTEMS if source.startswith(name)]
+def _system(source: str, release: str) -> dict[str, Any]:
+    """``software`` and ``plan`` of a source, and ``fp8``, see ``runs/systems.json``."""
+    systems = figures("validation/runs/systems")["systems"]
+    found = [name for name in systems if source.startswith(name)]
     if not found:
-        raise ValueError(f"runs: source must start with one of {', '.join(_SYSTEMS)}, got {source!r}")
+        raise ValueError(f"runs: source must start with one of {', '.join(systems)}, got {source!r}")
     name = max(found, key=len)
     # Two digits of the year and of the month: 26.04.01.
     newer = name == "Megatron-Bridge" and release >= "26.04"
-    return _SYSTEMS[name]._replace(software="megatron-bridge-2026") if newer else _SYSTEMS[name]
+    return {**systems[name], **({"software": "megatron-bridge-2026"} if newer else {})}
 
 
 def _check(row: dict[str, str]) -> None:
@@ -162,6 +104,7 @@ def _measurement(source: str, row: dict[str, str]) -> Measurement:
     tokens = plan.global_batch * model.seq_length
     flops = 3 * tokens * model.forward_flops
     seconds = tokens / (rate * plan.gpus) if rate else flops / (float(row["tflops_gpu"]) * 1e12 * plan.gpus)
+    held_out = tuple(figures("validation/runs/systems")["held_out"])
     return Measurement(
         source=source,
         table=row["source"],
@@ -170,9 +113,9 @@ def _measurement(source: str, row: dict[str, str]) -> Measurement:
         cluster=cluster,
         plan=plan,
         seconds=seconds,
-        software=system.software,
+        software=system["software"],
         # Attention with sinks has kernels of its own, which no constant stands for.
-        fitted=not (row["source"].startswith(_HELD_OUT) or model.name.startswith("gpt-oss")),
+        fitted=not (row["source"].startswith(held_out) or model.name.startswith("gpt-oss")),
         memory=float(row["memory_gib"]) if row["memory_gib"] else 0.0,
     )
 
@@ -193,7 +136,7 @@ def _cluster(row: dict[str, str]) -> Cluster:
     return replace(found, inter=replace(found.inter, bandwidth=float(bandwidth) * 1e9)) if bandwidth else found
 
 
-def _chosen(model: Model, cluster: Cluster, system: _System, row: dict[str, str]) -> Plan:
+def _chosen(model: Model, cluster: Cluster, system: dict[str, Any], row: dict[str, str]) -> Plan:
     """The plan of a row; of micro-batches and chunks that are not given, the fastest that fit."""
     if int(row["pp"]) * int(row["vp"]) > model.num_layers:
         raise ValueError(f"pp * vp is {int(row['pp']) * int(row['vp'])} chunks of {model.num_layers} layers")
@@ -201,7 +144,7 @@ def _chosen(model: Model, cluster: Cluster, system: _System, row: dict[str, str]
         return _plan(model, system, row, int(row["mbs"]), int(row["vp"]))
     pp, layers = int(row["pp"]), model.num_layers
     chunks = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else [1]
-    constants, best = constants_of(cluster, system.software), None
+    constants, best = constants_of(cluster, system["software"]), None
     for size in (1, 2, 4, 8) if row["mbs"] == "0" else (int(row["mbs"]),):
         for v in chunks if row["vp"] == "0" else (int(row["vp"]),):
             try:
@@ -218,7 +161,7 @@ def _chosen(model: Model, cluster: Cluster, system: _System, row: dict[str, str]
     return best[1]
 
 
-def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, virtual_stages: int) -> Plan:
+def _plan(model: Model, system: dict[str, Any], row: dict[str, str], micro_batch: int, virtual_stages: int) -> Plan:
     gpus, tp, pp, cp, ep = (int(row[name]) for name in ("gpus", "tp", "pp", "cp", "ep"))
     dp = gpus // (tp * pp * cp)
     made = Plan(
@@ -246,8 +189,8 @@ def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, 
         tp_overlap="TP overlap off" not in row["note"],
         layers_per_chunk=_stages(model, pp * virtual_stages),
     )
-    fp8 = (system.fp8 or {}) if made.dtype in FORMATS else {}
-    return replace(made, **{**_launches(row), **system.plan, **fp8})
+    fp8 = system.get("fp8", {}) if made.dtype in FORMATS else {}
+    return replace(made, **{**_launches(row), **system["plan"], **fp8})
 
 
 def _stages(model: Model, chunks: int) -> tuple[int, ...]:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallel_ops.planner.validation.measurement import table
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -34,21 +32,6 @@ class Row:
     def error(self) -> float:
         """``predicted / published - 1``."""
         return self.predicted / self.published - 1
-
-
-def row_of(file: str, part: str, name: str, quantity: str, unit: str, figures: tuple[float, float], role: str) -> Row:
-    """A row of a part of the table in ``file``; ``figures``: published and predicted."""
-    published, predicted = figures
-    return Row(
-        source=table(file)["source"],
-        table=part,
-        name=name,
-        quantity=quantity,
-        unit=unit,
-        published=published,
-        predicted=predicted,
-        role=role,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.feasibility import quick_memory_problem
 from parallel_ops.planner.memory.memory import memory
+from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, StageMemory
 from parallel_ops.planner.speed import without_collection
 from parallel_ops.planner.validation.bubbles import BUBBLES, EXACT, bubble_rows
@@ -15,62 +15,10 @@ from parallel_ops.planner.validation.measurement import Measurement, table
 from parallel_ops.planner.validation.published import measurements, zero_bubble_setting
 from parallel_ops.planner.validation.published_runs import published_runs
 from parallel_ops.planner.validation.refits import predicted_without, refitted_tables, without_own_table
-from parallel_ops.planner.validation.report import LeftOut, Promise, Report, Row, bias, mean_error, row_of
+from parallel_ops.planner.validation.report import LeftOut, Promise, Report, Row, bias, mean_error
 
 # Largest mean error of each table of step times.
-PROMISES = {
-    "table 1": 0.10,
-    "table 2": 0.10,
-    "2 to 8 GPUs": 0.12,
-    "64 to 512 GPUs": 0.15,
-    "a100-40": 0.15,
-    "a100-80": 0.15,
-    "h100": 0.15,
-    "h100 fp8": 0.25,
-    "zero bubble table 4": 0.15,
-    "torchtitan": 0.15,
-    "llama 3": 0.15,
-    "deepseek-v3": 0.15,
-    "DeepSpeed 8 A800": 0.10,
-    "fms-fsdp A100 eager": 0.15,
-    "fms-fsdp H100 eager": 0.15,
-    "fms-fsdp A100 compile": 0.20,
-    "fms-fsdp H100 compile": 0.10,
-    "KempnerForge H200": 0.15,
-    "MaxText TPU v4": 0.10,
-    "MaxText TPU v5p": 0.10,
-    "MaxText recipes TPU v6e": 0.20,
-    "Megatron-Bridge H100": 0.15,
-    "Megatron-Bridge H100 MoE": 0.15,
-    "Megatron-Bridge B200": 0.10,
-    "Megatron-Bridge B200 MoE": 0.15,
-    "Megatron-Bridge GB200": 0.15,
-    "Megatron-Bridge GB300": 0.20,
-    "Megatron-Bridge 2026 H100": 0.10,
-    "Megatron-Bridge 2026 H100 MoE": 0.15,
-    "Megatron-Bridge 2026 B200 MoE": 0.10,
-    "Megatron-Bridge 2026 B300 MoE": 0.20,
-    "Megatron-Bridge 2026 GB200 MoE": 0.10,
-    "Megatron-Bridge 2026 GB300": 0.10,
-    "Megatron-Bridge 2026 GB300 MoE": 0.10,
-    "Megatron MoE ModelZoo H100": 0.21,
-    "SimuMax B200": 0.10,
-    "SimuMax B200 MoE": 0.10,
-    "SimuMax B200 long": 0.15,
-    "Megatron-LM README H100": 0.10,
-    "NeMo 24.03 H100 long": 0.10,
-    "NeMo 24.07 H200": 0.10,
-    "NeMo 24.12 H100": 0.10,
-    "NeMo 24.12 H100 SFT": 0.15,
-    "NeMo 25.02 B200": 0.15,
-    "NeMo AutoModel 2026 H100": 0.20,
-    "NeMo AutoModel H100": 0.20,
-    "NeMo recipes H100": 0.20,
-    "torchtitan 2025 H100": 0.21,
-    "torchtitan 2025 H100 TP": 0.10,
-    "torchtitan 2025 H200": 0.10,
-    "torchtitan 64 A100": 0.10,
-}
+PROMISES: dict[str, float] = figures("validation/promises")
 # A run that happened may come out as this much larger than the memory of its GPU.
 FITS_WITHIN = 0.02
 
@@ -217,37 +165,29 @@ def _steps() -> Iterator[Row]:
 
 def memory_rows() -> Iterator[Row]:
     """Every measured memory beside the estimate and the parts of its sum."""
-    for row in table("zero_bubble")["table 4"]:
+    bubbles, titan = table("zero_bubble"), table("torchtitan")
+    for row in bubbles["table 4"]:
         for kind, measured in row["gigabytes"].items():
             # Memory of tensors, without the allocator, the driver and NCCL.
             parts = _parts(memory(*zero_bubble_setting(row, kind, row["micro_batches"])), 1e9, "runtime")
-            figures, name = (measured, sum(parts.values())), f"{row['model']}, {kind}"
-            found = row_of("zero_bubble", "table 4", name, "memory", "GB", figures, "held out")
-            yield replace(found, parts=parts)
-    for row in table("torchtitan")["rows"]:
+            yield _memory_row(bubbles["source"], "table 4", f"{row['model']}, {kind}", "GB", measured, parts)
+    for row in titan["rows"]:
         model, _, plan = titan_setting(row)
         # Memory reserved by the allocator, without the driver and NCCL.
         parts = _parts(memory(model, plan, runtime=0.0), GIB)
-        figures = row["gibibytes"], sum(parts.values())
         name = f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}"
         name += "" if plan.fused_ops else ", eager"
-        found = row_of("torchtitan", "tables 1 to 6", name, "memory", "GiB", figures, "held out")
-        yield replace(found, parts=parts)
+        yield _memory_row(titan["source"], "tables 1 to 6", name, "GiB", row["gibibytes"], parts)
     for run in published_runs():
         if run.memory and run.software != "deepspeed-2024":
             # Memory of tensors.
             parts = _parts(memory(run.model, run.plan), GIB, "runtime")
-            yield Row(
-                source=run.source,
-                table=run.table,
-                name=run.name,
-                quantity="memory",
-                unit="GiB",
-                published=run.memory,
-                predicted=sum(parts.values()),
-                role="held out",
-                parts=parts,
-            )
+            yield _memory_row(run.source, run.table, run.name, "GiB", run.memory, parts)
+
+
+def _memory_row(source: str, part: str, name: str, unit: str, published: float, parts: dict[str, float]) -> Row:
+    where = {"source": source, "table": part, "name": name, "unit": unit, "role": "held out"}
+    return Row(**where, quantity="memory", published=published, predicted=sum(parts.values()), parts=parts)
 
 
 def _parts(stages: tuple[StageMemory, ...], unit: float, without: str = "") -> dict[str, float]:
