@@ -111,23 +111,22 @@ def plan_command(
     if json:
         json_data.show_result(json_data.search_data(result, shown))
         return
-    console = tables.console()
-    console.print(tables.heading(best), highlight=False)
-    console.print()
-    ties = min(result.ties, len(shown))
-    console.print(tables.plans(shown, ties))
-    console.print(f"\n{best.error_band.sentence()} {comparison.tied(result, ties)}".rstrip(), highlight=False)
-    for line in (*workload.sentences(best), *comparison.beside(result), tables.whose_times(shown)):
-        console.print(f"\n{line}", highlight=False)
+    console, ties = tables.console(), min(result.ties, len(shown))
+    times = tables.whose_times(shown)
     if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
-        console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
-    console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
-    console.print()
-    console.print(tables.gains(result))
-    console.print()
-    if result.misses or comparison.close(result):
-        console.print(tables.misses(result))
-        console.print()
+        times += "\n--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too."
+    tables.show(
+        console,
+        tables.heading(best),
+        tables.plans(shown, ties),
+        f"{best.error_band.sentence()} {comparison.tied(result, ties)}".rstrip(),
+        *workload.sentences(best),
+        *comparison.beside(result),
+        times,
+        f"[dim]{tables.NOTATION}[/dim]",
+        tables.gains(result),
+        *([tables.misses(result)] if result.misses or comparison.close(result) else []),
+    )
     console.print(tables.rejections(result))
     if lines := tables.sensitivity(result):
         console.print("\n[italic]Sensitivity to the assumed efficiencies[/italic]")
@@ -180,25 +179,21 @@ def estimate_command(
         sys.exit(0 if problem is None else NO)
     whole = expected(found, inputs.run(run, shape.seq_length), inputs.prices(prices)) if run is not None else None
     if json:
-        more = {"run": whole._asdict()} if whole else {}
-        json_data.show_result({**json_data.estimate_data(found), **more})
+        json_data.show_result({**json_data.estimate_data(found), **({"run": whole} if whole else {})})
         sys.exit(0 if problem is None else NO)
     console = tables.console()
-    console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
-    for line in workload.sentences(found):
-        console.print(f"{line}\n", highlight=False)
-    for part in (
+    broken = "\n".join(("[italic]Rules of thumb broken[/italic]", *(reason for _, reason in found.broken_rules)))
+    tables.show(
+        console,
+        tables.heading(found),
+        found.error_band.sentence(),
+        *workload.sentences(found),
         tables.summary(found),
         *([tables.run(whole)] if whole else []),
         tables.memory(found),
         tables.transfers(found),
-    ):
-        console.print(part)
-        console.print()
-    if found.broken_rules:
-        console.print("[italic]Rules of thumb broken[/italic]")
-        console.print("\n".join(reason for _, reason in found.broken_rules), highlight=False)
-        console.print()
+        *([broken] if found.broken_rules else []),
+    )
     if problem is not None:
         console.print(f"[bold red]does not fit: {problem[1]}[/bold red]", highlight=False)
         sys.exit(NO)
@@ -245,16 +240,14 @@ def validate_command(
     if json:
         json_data.show_result(json_data.report_data(report))
     else:
-        console = tables.console()
-        parts = (
+        tables.show(
+            tables.console(),
+            *(error_tables.errors(report) if rows else ()),
             error_tables.summaries(report),
             error_tables.left_out(report),
             error_tables.constants(),
             error_tables.promises(report),
         )
-        for part in (*(error_tables.errors(report) if rows else ()), *parts):
-            console.print(part)
-            console.print()
     if not all(promise.met for promise in report.promises):
         sys.exit(NO)
 

@@ -1,6 +1,5 @@
-"""What ``--json`` prints: results as plain data."""
+"""What ``--json`` prints: results for ``show``."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from parallel_ops.planner.compute.software import fitted_constants
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import memory_problem
-from parallel_ops.planner.memory.timeline import Timeline
 from parallel_ops.planner.results import Estimate
 from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.search.losses import loss
@@ -21,46 +19,40 @@ from parallel_ops.planner.validation.measurement import Measurement
 
 
 def estimate_data(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as plain data, with its properties; cluster and model by name."""
-    data = {f.name: getattr(estimate, f.name) for f in dataclasses.fields(estimate)}
-    data |= {
+    """An estimate for ``show``, with its properties; cluster and model by name."""
+    return {
+        **vars(estimate),
         "model": estimate.model.name,
         "seq_length": estimate.model.seq_length,
         "cluster": estimate.cluster.name,
-        "plan": dataclasses.asdict(estimate.plan),
-        "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in estimate.memory],
-        "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
+        "memory": [{**vars(stage), "total": stage.total} for stage in estimate.memory],
         "broken_rules": dict(estimate.broken_rules),
         "tflops_per_gpu": estimate.tflops_per_gpu,
         "workload": {name: getattr(estimate.model, name) for name in FIELDS},
         "loss_tokens_per_second": estimate.loss_tokens_per_second,
-        "error_band": dataclasses.asdict(estimate.error_band),
+        "error_band": estimate.error_band,
         "tight": estimate.tight,
         "fits": memory_problem(estimate.cluster, estimate.plan, estimate.memory) is None,
         "systems": systems(estimate.model, estimate.cluster, estimate.plan),
     }
-    return data
 
 
 def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, Any]:
-    """A search as plain data."""
+    """A search for ``show``."""
 
     def beside(found: Estimate | None) -> dict[str, Any] | None:
-        return {**estimate_data(found), "loss": loss(result.best, found)._asdict()} if found else None
+        return {**estimate_data(found), "loss": loss(result.best, found)} if found else None
 
     return {
         "plans": [beside(found) for found in shown],
         "ties": result.ties,
-        "simplest": dataclasses.asdict(result.simplest.plan),
+        "simplest": result.simplest.plan,
         "own": beside(result.own),
         "plain": beside(result.plain),
         "published": result.recipe and {**result.recipe._asdict(), "fastest": beside(result.published)},
-        "misses": [
-            {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
-            for miss in result.misses
-        ],
+        "misses": [{"plan": miss.plan, "excess": miss.excess, "step": miss.seconds} for miss in result.misses],
         "gains": [
-            {"resource": gain.resource, "more": gain.more, "plan": dataclasses.asdict(gain.plan), "step": gain.seconds}
+            {"resource": gain.resource, "more": gain.more, "plan": gain.plan, "step": gain.seconds}
             for gain in result.gains
         ],
         "rejected": [
@@ -68,18 +60,18 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
                 "kind": kind,
                 "plans": count,
                 "example": f"{nearest.plan.describe()}: {nearest.reason}",
-                "plan": dataclasses.asdict(nearest.plan),
+                "plan": nearest.plan,
                 "reason": nearest.reason,
                 "excess": nearest.excess,
             }
             for kind, (count, nearest) in result.rejected.nearest().items()
         ],
-        "sensitivity": [dataclasses.asdict(entry) for entry in result.sensitivity],
+        "sensitivity": result.sensitivity,
     }
 
 
 def simulation_data(simulation: Simulation) -> dict[str, Any]:
-    """A simulated schedule as plain data: kind, micro-batch, stage, start and end of each pass."""
+    """A simulated schedule for ``show``: kind, micro-batch, stage, start and end of each pass."""
     ranks = [
         [{**action._asdict(), "start": start, "end": end} for action, start, end in zip(*rows, strict=True)]
         for rows in zip(simulation.schedule, simulation.starts, simulation.ends, strict=True)
@@ -95,19 +87,14 @@ def simulation_data(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """The memory of a rank over a step as plain data, in bytes."""
-    return {**timeline._asdict(), "peak": max(timeline.totals)}
-
-
 def report_data(report: Report) -> dict[str, Any]:
-    """The error table as plain data."""
+    """The error table for ``show``."""
     return {
-        "tables": [dataclasses.asdict(found) for found in report.summaries()],
-        "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
-        "left_out": [dataclasses.asdict(found) for found in report.left_out],
-        "constants": [found._asdict() for found in fitted_constants()],
-        "promises": [{**dataclasses.asdict(promise), "met": promise.met} for promise in report.promises],
+        "tables": report.summaries(),
+        "rows": [{**vars(row), "error": row.error} for row in report.rows],
+        "left_out": report.left_out,
+        "constants": fitted_constants(),
+        "promises": [{**vars(promise), "met": promise.met} for promise in report.promises],
     }
 
 
@@ -127,8 +114,8 @@ SCHEMA = 1
 
 
 def show(data: Any) -> None:
-    """Prints JSON in which numbers that are not finite are null."""
-    print(json.dumps(_finite(data), indent=1, allow_nan=False))
+    """Prints JSON: of dataclasses and named tuples their fields; numbers that are not finite are null."""
+    print(json.dumps(_plain(data), indent=1, allow_nan=False))
 
 
 def show_result(data: dict[str, Any]) -> None:
@@ -136,11 +123,11 @@ def show_result(data: dict[str, Any]) -> None:
     show({"schema": SCHEMA, **data})
 
 
-def _finite(data: Any) -> Any:
+def _plain(data: Any) -> Any:
     if isinstance(data, float):
         return data if math.isfinite(data) else None
+    names = getattr(data, "_fields", ()) or getattr(data, "__dataclass_fields__", ())
+    data = {name: getattr(data, name) for name in names} or data
     if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return data
+        return {name: _plain(value) for name, value in data.items()}
+    return [_plain(value) for value in data] if isinstance(data, list | tuple) else data

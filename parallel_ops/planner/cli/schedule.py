@@ -76,7 +76,7 @@ def schedule_command(
         require("matplotlib")
         figure.save(simulated, output, summary, memory)
     if json:
-        more = {"memory": json_data.timeline_data(memory)} if memory else {}
+        more = {"memory": {**memory._asdict(), "peak": max(memory.totals)}} if memory else {}
         json_data.show_result({"kind": kind, **json_data.simulation_data(simulated), **more})
         return
     console = tables.console()

@@ -31,6 +31,13 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
 
 
+def show(console: Console, *parts: str | Table) -> None:
+    """Prints parts, each with an empty line after it."""
+    for part in parts:
+        console.print(part, highlight=False)
+        console.print()
+
+
 def heading(estimate: Estimate) -> str:
     """Model, cluster, GPUs, batch and software in one line."""
     gpus = estimate.cluster.gpus
