@@ -30,6 +30,16 @@ def measurements() -> tuple[Measurement, ...]:
     )
 
 
+# Plans of the systems of 2021.
+_OF_2021: dict[str, Any] = {
+    "recompute": "full",
+    "dtype": "fp16",
+    "grad_dtype": "fp16",
+    "fsdp": False,
+    "flash_attention": False,
+}
+
+
 def _setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
     """Model, cluster and plan of a row of Megatron-LM's tables.
 
@@ -43,17 +53,13 @@ def _setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
         tp=row["tp"],
         pp=row["pp"],
         zero=3 if zero3 else 0,
-        fsdp=False,
         gather_parameters=zero3,
         schedule="interleaved" if virtual_stages > 1 else "1f1b",
         virtual_stages=virtual_stages,
         micro_batch=row.get("micro_batch", 1),
         global_batch=row["batch"],
-        recompute="full",
-        dtype="fp16",
-        grad_dtype="fp16",
-        flash_attention=False,
         overlap=zero3,
+        **_OF_2021,
     )
     cluster = replace(presets.cluster(table("megatron")["cluster"]), gpus=row["gpus"], rails=1 if zero3 else 0)
     return presets.model(row["model"]), cluster, plan
@@ -102,19 +108,7 @@ def _vtrain(name: str) -> Iterator[Measurement]:
             name=f"{hidden}x{layers}, batch {batch}: dp{dp} tp{tp} pp{pp} b{micro_batch}",
             model=model,
             cluster=replace(system, gpus=gpus, inter=replace(system.inter, bandwidth=12.5e9)),
-            plan=Plan(
-                dp=dp,
-                tp=tp,
-                pp=pp,
-                micro_batch=micro_batch,
-                global_batch=batch,
-                recompute="full",
-                dtype="fp16",
-                grad_dtype="fp16",
-                fsdp=False,
-                flash_attention=False,
-                overlap=False,
-            ),
+            plan=Plan(dp=dp, tp=tp, pp=pp, micro_batch=micro_batch, global_batch=batch, overlap=False, **_OF_2021),
             seconds=float(row["iteration time (ms)"]) / 1e3,
             group=f"{name} {hidden}x{layers} {gpus} {batch}",
         )
