@@ -48,10 +48,7 @@ def export(format: str, model: Model, cluster: Cluster, plan: Plan) -> str:
         ValueError: the format is unknown, or the system cannot run the plan.
     """
     system = find_target(format)
-    if model.lora_rank and system.adapters:
-        raise ValueError(f"export: {format} cannot run this plan: {system.adapters}")
-    if model.hybrid and system.hybrids:
-        raise ValueError(f"export: {format} cannot run this plan: {system.hybrids}")
-    if reason := system.problem(model, cluster, plan):
+    unwritten = (model.lora_rank and system.adapters) or (model.hybrid and system.hybrids)
+    if reason := unwritten or system.problem(model, cluster, plan):
         raise ValueError(f"export: {format} cannot run this plan: {reason}")
     return system.write(model, cluster, plan)
