@@ -12,27 +12,7 @@ import typer
 
 from parallel_ops._internal.command_line import fail, processors, run, waiting
 from parallel_ops.planner import presets
-from parallel_ops.planner.cli import comparison, error_tables, inputs, json_data, tables, workload
-from parallel_ops.planner.cli.options import (
-    Batch,
-    ClusterName,
-    Documents,
-    Json,
-    Launcher,
-    Lora,
-    ModelName,
-    Only,
-    Output,
-    PlanText,
-    Price,
-    Prices,
-    Run,
-    Sequence,
-    SoftwareName,
-    System,
-    Workload,
-    WrittenFor,
-)
+from parallel_ops.planner.cli import comparison, error_tables, inputs, json_data, options, tables, workload
 from parallel_ops.planner.cli.schedule import schedule_command
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT, era, eras
@@ -77,22 +57,22 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 @app.command("plan")
 def plan_command(
-    model: ModelName,
-    cluster: ClusterName,
-    batch: Batch,
-    seq: Sequence = None,
-    docs: Documents = None,
-    lora: Lora = None,
-    work: Workload = None,
-    system: System = None,
-    only: Only = None,
-    software: SoftwareName = None,
+    model: options.ModelName,
+    cluster: options.ClusterName,
+    batch: options.Batch,
+    seq: options.Sequence = None,
+    docs: options.Documents = None,
+    lora: options.Lora = None,
+    work: options.Workload = None,
+    system: options.System = None,
+    only: options.Only = None,
+    software: options.SoftwareName = None,
     any_system: Annotated[bool, typer.Option("--any", help="Also plans that no known system runs.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
-    price: Price = None,
-    json: Json = False,
-    output: Output = None,
-    launcher: Launcher = None,
+    price: options.Price = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    launcher: options.Launcher = None,
 ) -> None:
     """Ranks all plans of a model on a cluster, with reasons against those that cannot run.
 
@@ -103,8 +83,8 @@ def plan_command(
     shape = workload.model(model, seq, docs, lora, work)
     machine = inputs.cluster(cluster, price)
     system = _written_for(system, output, launcher)
-    options = replace(inputs.options(machine, system, only), any_system=any_system)
-    result = _search(shape, machine, batch, options, software, keep=max(top, 10))
+    tried = replace(inputs.options(machine, system, only), any_system=any_system)
+    result = _search(shape, machine, batch, tried, software, keep=max(top, 10))
     best, shown = result.best, result.plans[:top]
     if _write(best, system, output, launcher):
         return
@@ -135,22 +115,22 @@ def plan_command(
 
 @app.command("estimate")
 def estimate_command(
-    model: ModelName,
-    cluster: ClusterName,
-    batch: Batch,
-    seq: Sequence = None,
-    docs: Documents = None,
-    lora: Lora = None,
-    work: Workload = None,
-    plan: PlanText = None,
-    system: WrittenFor = None,
-    software: SoftwareName = None,
-    price: Price = None,
-    run: Run = None,
-    prices: Prices = None,
-    json: Json = False,
-    output: Output = None,
-    launcher: Launcher = None,
+    model: options.ModelName,
+    cluster: options.ClusterName,
+    batch: options.Batch,
+    seq: options.Sequence = None,
+    docs: options.Documents = None,
+    lora: options.Lora = None,
+    work: options.Workload = None,
+    plan: options.PlanText = None,
+    system: options.WrittenFor = None,
+    software: options.SoftwareName = None,
+    price: options.Price = None,
+    run: options.Run = None,
+    prices: options.Prices = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    launcher: options.Launcher = None,
 ) -> None:
     """Time, memory and traffic of one plan.
 
@@ -164,8 +144,8 @@ def estimate_command(
     shape = workload.model(model, seq, docs, lora, work)
     machine = inputs.cluster(cluster, price)
     if plan is None:
-        options = inputs.options(machine, system if system in TARGETS else None, None)
-        found = _search(shape, machine, batch, options, software, keep=10).best
+        tried = inputs.options(machine, system if system in TARGETS else None, None)
+        found = _search(shape, machine, batch, tried, software, keep=10).best
     else:
         target = find_target(system) if system else None
         given = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length), target)
@@ -200,7 +180,7 @@ def estimate_command(
 
 
 @app.command("presets")
-def presets_command(json: Json = False) -> None:
+def presets_command(json: options.Json = False) -> None:
     """Lists the models, clusters and GPUs that have a name, and the eras of --software.
 
     Example: parallel-ops presets --json
@@ -218,7 +198,7 @@ def validate_command(
     runs: Annotated[
         Path | None, typer.Option(help="Compare with the runs of a CSV file instead.", show_default=False)
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Compares the planner with published tables.
 
@@ -277,13 +257,13 @@ def _write(found: Estimate, system: str | None, output: Path | None, launcher: s
 
 
 def _search(
-    model: Model, cluster: Cluster, batch: str, options: SearchOptions | None, software: str | None, *, keep: int
+    model: Model, cluster: Cluster, batch: str, tried: SearchOptions, software: str | None, *, keep: int
 ) -> SearchResult:
     """The search; exits with code 1 if no plan fits."""
     sequences, name = inputs.batch(batch, model.seq_length), era(software).name if software else ""
     with waiting(lambda: "searching plans"):
         two = min(2, processors())
-        found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep, processes=two)
+        found = search(model, cluster, batch=sequences, options=tried, software=name, keep=keep, processes=two)
     # Python walks over all objects before it ends: a second for those of a large search.
     atexit.register(gc.freeze)
     if not found.plans:
