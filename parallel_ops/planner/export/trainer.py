@@ -95,15 +95,10 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
 
 def _shape(model: Model) -> dict[str, Any]:
     """The fields of ``TransformerConfig``."""
+    heads = () if model.latent else ("num_kv_heads", "head_dim")
+    sizes = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_heads", *heads, "ffn_hidden_size")
     shape: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "seq_length": model.seq_length,
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "ffn_hidden_size": model.ffn_hidden_size,
+        **{name: getattr(model, name) for name in sizes},
         "activation": "swiglu" if model.gated else "gelu",
         "norm": "rms_norm" if model.norm == "rms" else "layer_norm",
         "bias": model.bias == "all",
@@ -115,8 +110,6 @@ def _shape(model: Model) -> dict[str, Any]:
         shape["window"] = model.window if all(model.windows) else [window or "none" for window in model.windows]
     if model.prediction_layers:
         shape["prediction_layers"] = model.prediction_layers
-    if model.latent:
-        del shape["num_kv_heads"], shape["head_dim"]
     return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})
 
 
