@@ -106,11 +106,7 @@ def all_reduce_transfer(
 def repeat(transfer: Transfer, count: float, exposed: float = 0.0) -> Transfer:
     """``count`` times one transfer. ``exposed``: seconds of all of them that are not hidden."""
     return replace(
-        transfer,
-        count=count,
-        bytes=transfer.bytes * count,
-        seconds=transfer.seconds * count,
-        exposed=exposed,
+        transfer, count=count, bytes=transfer.bytes * count, seconds=transfer.seconds * count, exposed=exposed
     )
 
 
@@ -132,8 +128,7 @@ def group_link(
 @lru_cache(maxsize=1024)
 def _inside_node(cluster: Cluster, constants: Efficiency | None) -> Interconnect:
     share = constants.links if constants else 1.0
-    intra = cluster.intra
-    return Interconnect(name=intra.name, latency=intra.latency, bandwidth=intra.bandwidth * share)
+    return replace(cluster.intra, bandwidth=cluster.intra.bandwidth * share)
 
 
 @lru_cache(maxsize=65536)

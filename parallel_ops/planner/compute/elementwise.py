@@ -13,21 +13,20 @@ def elementwise_bytes(
     # Two norms (read, write; read x, dy and the residual's gradient, write) and two bias-dropout-adds (read x and the
     # residual, write; read dy, write), each with its mask.
     blocks = model.blocks
-    around = blocks * ((2 + 3) * width + mask) * h / shard, blocks * ((4 + 2) * width + mask) * h / shard
+    around, around_back = (blocks * (moved * width + mask) * h / shard for moved in (2 + 3, 4 + 2))
     if (streams := model.residual_streams) > 1:
         # Read for the maps and for the input of the block, and with its output written; once more each for gradients.
-        around = (
-            around[0] + blocks * 3 * streams * width * h / shard,
-            around[1] + blocks * 6 * streams * width * h / shard,
-        )
+        around += blocks * 3 * streams * width * h / shard
+        around_back += blocks * 6 * streams * width * h / shard
     if model.ahead:
         # Three norms, and two tensors that are joined.
-        around = around[0] + 10 * width * h / shard, around[1] + 13 * width * h / shard
+        around += 10 * width * h / shard
+        around_back += 13 * width * h / shard
     inputs = 2 if model.gated else 1
     routes = model.experts_per_token * model.expert_load(work.ep, work.capacity_factor) if sparse else 0
     ffn = (routes + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
     ffn = ffn if model.has_mlp else 0
-    activation = (inputs + 1) * width * ffn / work.tp, (2 * inputs + 1) * width * ffn / work.tp
+    activation, activation_back = (moved * width * ffn / work.tp for moved in (inputs + 1, 2 * inputs + 1))
     rotated = model.positions == "rotary" and model.mixer not in ("", "recurrent")
     rotary = 4 * (model.query_width + model.num_kv_heads * model.head_dim) if rotated else 0
     if model.mixer == "recurrent" and model.recurrent:
@@ -35,28 +34,25 @@ def elementwise_bytes(
     elif model.mixer and model.attention_gate:
         rotary += 3 * width * model.value_width
     routed = 4 * width * h * routes  # permute and combine
-    around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
+    around, around_back = (moved + rotary / work.tp + routed for moved in (around, around_back))
     if model.bias == "all":
         # Experts add biases one by one. Forward: bias times probability in fp32, sum, concatenation, conversion; clamps
         # of both halves, concatenated. Backward: conversions, and sums for bias and probability
         # (megatron/core/transformer/moe/experts.py, _apply_bias; fusions/fused_bias_geglu.py).
-        activation = (
-            activation[0] + routes * (28 * h + 8 * inputs * model.expert_ffn / work.expert_shards),
-            activation[1] + routes * (36 * h + 10 * inputs * model.expert_ffn / work.expert_shards),
-        )
+        activation += routes * (28 * h + 8 * inputs * model.expert_ffn / work.expert_shards)
+        activation_back += routes * (36 * h + 10 * inputs * model.expert_ffn / work.expert_shards)
     if not work.fused_ops:
         # Biases and dropouts each read and write. Backward, a norm reads x and dy again for its weights, and gradients
         # of both branches are summed. FlashAttention takes tokens without padding, which are gathered before it and
         # scattered after it (flash_attn/bert_padding.py).
         biases, dropouts = (2 if model.bias == "all" else 0), (2 if model.dropout else 0)
         padded = width * model.query_width / work.tp if work.flash_attention and model.scored else 0.0
-        around = (
-            around[0] + (biases + dropouts) * 2 * width * h / shard + 8 * padded,
-            around[1] + (dropouts + blocks) * 2 * width * h / shard + 11 * padded,
-        )
-        activation = activation[0] + biases * inputs * width * ffn / work.tp, activation[1]
+        around = around + (biases + dropouts) * 2 * width * h / shard + 8 * padded
+        around_back = around_back + (dropouts + blocks) * 2 * width * h / shard + 11 * padded
+        activation += biases * inputs * width * ffn / work.tp
+    outside = (around, around_back), (activation, activation_back)
     if work.flash_attention or not model.scored:
-        return around, activation, (0.0, 0.0)
+        return *outside, (0.0, 0.0)
     # The scores' traffic in matmuls is counted there. Dropout reads and writes, with its mask. The fused softmax reads
     # the half that a causal mask leaves and writes all; backward it reads that half of P and of dP.
     # (megatron/fused_kernels/scaled_upper_triang_masked_softmax.h)
@@ -67,4 +63,4 @@ def elementwise_bytes(
         # Scale and mask each read and write, and the softmax is in fp32, with a conversion before and after it.
         forward = dropped + 6 * width + 1 + 2 * (width + 4) + 2 * (4 - width)
         backward = dropped + 7 * width + 1 + 2 * (width + 4)
-    return around, activation, (forward * rows, backward * rows)
+    return *outside, (forward * rows, backward * rows)

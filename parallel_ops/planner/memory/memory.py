@@ -19,11 +19,7 @@ from typing import Any, NamedTuple
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.communicators import process_bytes
-from parallel_ops.planner.memory.states import (
-    element_bytes,
-    sharded_states,
-    state_memory,
-)
+from parallel_ops.planner.memory.states import element_bytes, sharded_states, state_memory
 from parallel_ops.planner.memory.working import autograd_owns_gradients, gathered_ends, layer_buffers, layer_work
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import (

@@ -30,14 +30,10 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FROZEN_BYTES
 
 
-def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
-    """Parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and those of experts."""
-    return parameters_of(model, stage_layout(plan), plan, stage)
-
-
-def parameters_of(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
-    """``stage_parameters`` of a plan whose layout is known."""
-    return _stage_parameters(model, layout, plan.tp, plan.ep * plan.expert_shards, stage)
+def stage_parameters(model: Model, plan: Plan, stage: int, layout: StageLayout | None = None) -> tuple[float, float]:
+    """Parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and those of experts.
+    ``layout``: that of the plan, if known."""
+    return _stage_parameters(model, layout or stage_layout(plan), plan.tp, plan.ep * plan.expert_shards, stage)
 
 
 @lru_cache(maxsize=65536)
@@ -66,7 +62,7 @@ def _second_table(model: Model, stage: int) -> int:
 def trained_parameters(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
     """Trained parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and of experts."""
     if not model.lora_rank:
-        return parameters_of(model, layout, plan, stage)
+        return stage_parameters(model, plan, stage, layout)
     counts = zip(layer_counts(model, layout)[stage], model.kinds, strict=True)
     return sum(count * layer_adapters(*kind, plan.tp) for count, kind in counts if count), 0.0
 
@@ -76,7 +72,7 @@ def frozen_bytes(model: Model, layout: StageLayout, plan: Plan, stage: int) -> t
     of experts. Zeros for a model that is trained as a whole."""
     if not model.lora_rank:
         return 0.0, 0.0
-    shared, experts = parameters_of(model, layout, plan, stage)
+    shared, experts = stage_parameters(model, plan, stage, layout)
     width, saved = 2.0, 2.0 - FROZEN_BYTES[model.frozen]
     counts = zip(layer_counts(model, layout)[stage], model.kinds, strict=True)
     linears = sum(count * shape.frozen_weights(sparse) for count, (shape, sparse) in counts)
