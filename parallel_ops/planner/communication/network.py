@@ -56,14 +56,14 @@ def all_to_all_seconds(ranks: int, size: float, link: Interconnect, *, torus: bo
     return link.latency + (ranks - 1) / ranks * size / link.bandwidth * detour
 
 
-def send_receive_seconds(size: float, link: Interconnect) -> float:
-    """Seconds of one message of ``size`` bytes."""
-    return link.latency + size / link.bandwidth
-
-
 def start_seconds(efficiency: Efficiency, ranks: int) -> float:
     """Seconds of a collective beyond latency and bandwidth: it starts when the last rank arrives."""
     return efficiency.collective * math.log2(ranks)
+
+
+def message_seconds(size: float, link: Interconnect, efficiency: Efficiency) -> float:
+    """Seconds of one message of ``size`` bytes, with its start."""
+    return link.latency + size / link.bandwidth + start_seconds(efficiency, 2)
 
 
 def transfer(

@@ -12,9 +12,9 @@ from parallel_ops.planner.communication.network import (
     all_reduce_seconds,
     all_reduce_transfer,
     group_link,
+    message_seconds,
     repeat,
     ring_transfer,
-    send_receive_seconds,
     start_seconds,
     transfer,
 )
@@ -60,7 +60,7 @@ class PipelineTraffic:
         size *= model.residual_streams
         split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
         self._sent = size / plan.tp if split else size
-        self.link = send_receive_seconds(self._sent, self._message_link) + start_seconds(efficiency, 2)
+        self.link = message_seconds(self._sent, self._message_link, efficiency)
         if split and not plan.sequence_parallel:
             self.blocking = all_gather_seconds(plan.tp, size, group_link(cluster, plan, "tp", efficiency))
 

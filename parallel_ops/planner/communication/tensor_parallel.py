@@ -13,14 +13,22 @@ from parallel_ops.planner.results import Transfer
 Transfers = list[tuple[Transfer, float]]
 
 
-def summed_over_ranks(
-    cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float, *, gathers: bool = True
-) -> Transfer:
-    """The sum of ``size`` bytes over the tensor-parallel ranks. ``gathers``: small ones may be all-gathers; else what
-    runs beside matmuls."""
-    link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
-    gathered = efficiency.gathered_sums if gathers else 0.0
-    return all_reduce_transfer("tp", plan.tp, size, link, start=start, gathered=gathered)
+class TensorParallelGroup:
+    """The collectives of the tensor-parallel ranks of a plan."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, efficiency: Efficiency) -> None:
+        self._ranks, self._gathered = plan.tp, efficiency.gathered_sums
+        self._link, self._start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
+
+    def parted(self, kind: str, size: float) -> Transfer:
+        """An all-gather or a reduce-scatter of ``size`` bytes."""
+        return ring_transfer("tp", kind, self._ranks, size, self._link, start=self._start)
+
+    def summed(self, size: float, *, gathers: bool = True) -> Transfer:
+        """The sum of ``size`` bytes over the ranks. ``gathers``: small ones may be all-gathers; else what runs beside
+        matmuls."""
+        gathered = self._gathered if gathers else 0.0
+        return all_reduce_transfer("tp", self._ranks, size, self._link, start=self._start, gathered=gathered)
 
 
 def gradient_width(work: Work) -> int:
@@ -43,19 +51,11 @@ def tensor_parallel(
         column: bytes of one number per token.
         again: share of the forward that is computed a second time.
     """
-    link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
-
     # Operands of low-precision matmuls are converted, then gathered: Transformer Engine's layernorm_linear.py,
     # torchao's Float8ColwiseParallel, which has no scales of rows; linear/float8.py here does it for inputs alone.
     narrow = FORMATS[work.dtype].width / 2 if work.dtype in FORMATS and work.dtype != "fp8_rowwise" else 1.0
-
-    def parted(kind: str, columns: float, share: float = 1.0) -> Transfer:
-        return ring_transfer("tp", kind, plan.tp, column * columns * share, link, start=start)
-
-    def summed(size: float) -> Transfer:
-        return summed_over_ranks(cluster, plan, efficiency, size)
-
-    width, m = gradient_width(work), model.latent
+    group, width, m = TensorParallelGroup(cluster, plan, efficiency), gradient_width(work), model.latent
+    whole = column * model.hidden_size
     stops = plan.fsdp and again > 0
     skipped = 0.0
     # Experts that are not split over the group have no tensor-parallel communication of their own.
@@ -66,39 +66,41 @@ def tensor_parallel(
     entering = latent + m.rope_head if m is not None else 0
     found: Transfers
     if plan.sequence_parallel:
-        gather = parted("all-gather", model.hidden_size, narrow)
-        scatter = parted("reduce-scatter", model.hidden_size)
+        gather = group.parted("all-gather", whole * narrow)
+        scatter = group.parted("reduce-scatter", whole)
         found = [(gather, blocks * (3 + again)), (scatter, blocks * (2 + again))]
         forward = backward = blocks * (gather.seconds + scatter.seconds)
         if latent:
-            ahead, back = parted("all-gather", entering, narrow), parted("reduce-scatter", entering)
+            ahead = group.parted("all-gather", column * entering * narrow)
+            back = group.parted("reduce-scatter", column * entering)
             found += [(ahead, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
-            found.append((parted("all-gather", latent, narrow), 1))  # again, for the gradients of weights
+            # Again, for the gradients of weights.
+            found.append((group.parted("all-gather", column * latent * narrow), 1))
             forward, backward = forward + ahead.seconds + scatter.seconds, backward + gather.seconds + back.seconds
         # The last norm of a layer of multi-token prediction is that of an end of the model.
-        found.append((summed(model.norm_width * width), model.norms - model.ahead))
+        found.append((group.summed(model.norm_width * width), model.norms - model.ahead))
         # The gradients of biases are sums over the gathered gradients of all tokens.
         biases = model.hidden_size * (1 if sparse else 2) if model.bias == "all" else 0
         replicated = model.whole_in_layer(sparse, plan.tp) - biases - model.norms * model.norm_width
     else:
-        after = summed(column * model.hidden_size)
-        back = summed_over_ranks(cluster, plan, efficiency, column * model.hidden_size, gathers=False)
+        after = group.summed(whole)
+        back = group.summed(whole, gathers=False)
         found = [(after, blocks * (1 + again) - (again if stops and not routed else 0)), (back, blocks)]
         forward, backward = blocks * after.seconds, blocks * back.seconds
         skipped = after.seconds if stops else 0.0
         if latent:
             assert m is not None
-            back = summed_over_ranks(cluster, plan, efficiency, column * latent, gathers=False)
-            rotary = summed(column * m.rope_head)
+            back = group.summed(column * latent, gathers=False)
+            rotary = group.summed(column * m.rope_head)
             found += [(after, 1 + again), (back, 1), (rotary, 1)]
             forward, backward = forward + after.seconds, backward + back.seconds + rotary.seconds
         replicated = model.whole_keys(plan.tp)
         if routed:  # each rank routes its share of the tokens, and all have the results
-            gather = parted("all-gather", model.hidden_size)
+            gather = group.parted("all-gather", whole)
             # The gradient of the tokens is in their dtype, which is that of the parameters.
-            back = parted("all-gather", model.hidden_size * width / state_bytes(plan)[0])
+            back = group.parted("all-gather", column * (model.hidden_size * width / state_bytes(plan)[0]))
             found += [(gather, 1 if stops else 1 + again), (back, 1)]
             skipped = gather.seconds if stops else 0.0
             forward, backward = forward + gather.seconds, backward + back.seconds
             replicated += model.hidden_size * model.experts
-    return found + [(summed(replicated * width), 1)] * (replicated > 0), forward, backward, skipped
+    return found + [(group.summed(replicated * width), 1)] * (replicated > 0), forward, backward, skipped

@@ -26,19 +26,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel_ops.context_parallel import cost
-from parallel_ops.planner.cluster import Cluster, Interconnect
+from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.communication.network import (
     all_to_all_seconds,
     group_link,
-    ring_transfer,
-    send_receive_seconds,
+    message_seconds,
     start_seconds,
     transfer,
 )
 from parallel_ops.planner.communication.tensor_parallel import (
+    TensorParallelGroup,
     Transfers,
     gradient_width,
-    summed_over_ranks,
     tensor_parallel,
 )
 from parallel_ops.planner.compute.attention import attention_seconds
@@ -92,9 +91,8 @@ def layer_traffic(
         found += there
         overlapped = backward if plan.sequence_parallel and work.tp_overlap else 0.0
         if plan.copied_experts and sparse:
-            copies_summed = summed_over_ranks(
-                cluster, plan, efficiency, gradient_width(work) * model.experts * model.expert_weights
-            )
+            size_of_copies = gradient_width(work) * model.experts * model.expert_weights
+            copies_summed = TensorParallelGroup(cluster, plan, efficiency).summed(size_of_copies)
             found.append((copies_summed, 1))
             backward += copies_summed.seconds
     if plan.ep > 1 and sparse:
@@ -176,7 +174,7 @@ def _context(
     share = cost.ZIGZAG_SHARE if of_documents is None else of_documents.sent
     # Backward sends keys and values again, and their gradients in separate messages.
     messages = [
-        transfer("cp", "send-receive", "ring", link, plan.cp, share * size, _message(size, link, efficiency))
+        transfer("cp", "send-receive", "ring", link, plan.cp, share * size, message_seconds(size, link, efficiency))
         for size in (sizes.forward, sizes.backward - sizes.forward)
     ]
     forward, backward = attention_seconds(model, cluster.gpu, efficiency, work, model.seq_length / plan.cp)
@@ -188,10 +186,6 @@ def _context(
     )
 
 
-def _message(size: float, link: Interconnect, efficiency: Efficiency) -> float:
-    return send_receive_seconds(size, link) + start_seconds(efficiency, 2)
-
-
 @lru_cache(maxsize=65536)
 def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, last: bool) -> MicroBatchTraffic:
     """Tensor-parallel communication before the first layer or, with ``last``, after the last one, per micro-batch.
@@ -201,39 +195,33 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
     norms, and inputs gathered again for the gradients of weights, are hidden behind matmuls.
     """
     if work.tp == 1:
-        return MicroBatchTraffic(PassTimes(0.0, 0.0, 0.0), ())
+        return MicroBatchTraffic(_NONE, ())
     plan = _plan_of(work)
-    ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
-    start = start_seconds(efficiency, ranks)
+    group = TensorParallelGroup(cluster, plan, efficiency)
     width, wide = state_bytes(plan)[0], gradient_width(work)
     tokens = model.seq_length * plan.micro_batch / plan.cp
     row = width * model.hidden_size
     forward: list[Transfer] = []
     backward: list[Transfer] = []
     hidden: list[Transfer] = []
-
-    def parted(kind: str, size: float) -> Transfer:
-        return ring_transfer("tp", kind, ranks, size, link, start=start)
-
-    def summed(size: float) -> Transfer:
-        return summed_over_ranks(cluster, plan, efficiency, size)
-
     if not last:
         for rows in [tokens] + [model.seq_length / plan.cp] * (model.positions == "learned"):
             if plan.sequence_parallel:
-                forward.append(parted("reduce-scatter", wide * model.hidden_size * rows))
-                backward.append(parted("all-gather", wide * model.hidden_size * rows))
+                forward.append(group.parted("reduce-scatter", wide * model.hidden_size * rows))
+                backward.append(group.parted("all-gather", wide * model.hidden_size * rows))
             else:
-                forward.append(summed(wide * model.hidden_size * rows))
+                forward.append(group.summed(wide * model.hidden_size * rows))
     else:
         gradient = (4 if plan.fused_loss else width) * tokens * model.hidden_size
         if plan.sequence_parallel:
-            forward.append(parted("all-gather", row * tokens))
-            backward.append(parted("reduce-scatter", gradient))
-            hidden += [] if plan.fused_loss else [parted("all-gather", row * tokens)]
-            hidden.append(summed(model.norm_width * wide))
+            forward.append(group.parted("all-gather", row * tokens))
+            backward.append(group.parted("reduce-scatter", gradient))
+            hidden += [] if plan.fused_loss else [group.parted("all-gather", row * tokens)]
+            hidden.append(group.summed(model.norm_width * wide))
         else:
-            backward.append(summed_over_ranks(cluster, plan, efficiency, gradient, gathers=not plan.fused_loss))
-        forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))
+            backward.append(group.summed(gradient, gathers=not plan.fused_loss))
+        forward.append(
+            group.parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else group.summed(12 * tokens)
+        )
     waits = PassTimes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
     return MicroBatchTraffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))
