@@ -42,8 +42,7 @@ class StageMemory:
     @property
     def total(self) -> float:
         """All device memory."""
-        states = self.parameters + self.gradients + self.optimizer
-        return states + self.activations + self.logits + self.buffers + self.runtime
+        return self.states + self.activations + self.logits + self.buffers + self.runtime
 
     @property
     def states(self) -> float:

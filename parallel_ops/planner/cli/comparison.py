@@ -16,17 +16,16 @@ def tied(result: SearchResult, ties: int) -> str:
     return f"The {ties} plans marked = are ties within this error: time them, or take the simplest, {simplest}."
 
 
-# Causes of time by their name in ``Loss.parts``.
-CAUSES = {name: name for name in ("recomputation", "compute", "bubble", "optimizer")} | {
-    "exposed": "exposed communication"
-}
+# Causes of time whose name in ``Loss.parts`` says too little.
+CAUSES = {"exposed": "exposed communication"}
 
 
 def why(first: Estimate, other: Estimate) -> str:
     """The largest causes for which a plan takes other time than the first, and what memory keeps it from."""
     found = loss(first, other)
-    parts = sorted(found.parts.items(), key=lambda part: -abs(part[1]))
-    said = [f"{CAUSES[name]} {each / first.step:+.1%}" for name, each in parts if abs(each) >= MATTERS * first.step][:3]
+    parts = [part for part in found.parts.items() if abs(part[1]) >= MATTERS * first.step]
+    parts.sort(key=lambda part: -abs(part[1]))
+    said = [f"{CAUSES.get(name, name)} {each / first.step:+.1%}" for name, each in parts[:3]]
     if found.excess:
         name = "recompute" if found.recompute != other.plan.recompute else "offload"
         said.append(f"{name} {getattr(found, name)} lacks {least(found.excess / GIB, 1)} GiB")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parallel_ops.planner.cli.comparison import MATTERS, close, least, why
+from parallel_ops.planner.cli.comparison import CAUSES, MATTERS, close, least, why
 from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.export.trainer import TRAINER
@@ -160,8 +160,8 @@ def summary(estimate: Estimate) -> Table:
     """Time by cause, throughput, utilisation and memory of one estimate."""
     out = new_table("", estimate.plan.describe(), ">", ">±")
     for name in ("compute", "bubble", "exposed", "optimizer"):
-        label = "exposed communication" if name == "exposed" else name
-        out.add_row(label, f"{seconds(getattr(estimate, name))}  {getattr(estimate, name) / estimate.step:6.1%}")
+        value = getattr(estimate, name)
+        out.add_row(CAUSES.get(name, name), f"{seconds(value)}  {value / estimate.step:6.1%}")
     time, space = f"{estimate.error_band.time:.0%}", f"{estimate.error_band.memory:.0%}"
     out.add_row("step", f"{seconds(estimate.step)}  {1:6.1%}", time)
     out.add_section()

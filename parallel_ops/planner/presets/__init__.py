@@ -79,10 +79,6 @@ def cluster(name: str) -> Cluster:
     if len(kinds) == 1:
         return kinds[0]
 
-    def slowest(side: str) -> Interconnect:
-        links: list[Interconnect] = [getattr(kind, side) for kind in kinds]
-        return min(links, key=lambda link: link.bandwidth)
-
     return replace(
         kinds[0],
         name=name.lower(),
@@ -90,8 +86,8 @@ def cluster(name: str) -> Cluster:
         gpus=sum(kind.gpus for kind in kinds),
         gpus_per_node=min(kind.gpus_per_node for kind in kinds),
         parts=tuple(Part(gpu=kind.gpu, gpus=kind.gpus) for kind in kinds),
-        intra=slowest("intra"),
-        inter=slowest("inter"),
+        intra=min((kind.intra for kind in kinds), key=lambda link: link.bandwidth),
+        inter=min((kind.inter for kind in kinds), key=lambda link: link.bandwidth),
     )
 
 

@@ -18,15 +18,10 @@ def gpipe(pp: int, micro_batches: int) -> Schedule:
     ]
 
 
-def one_f_one_b(pp: int, micro_batches: int) -> Schedule:
-    """1F1B: PipeDream-Flush."""
-    return [_order(pp, rank, micro_batches, 1) for rank in range(pp)]
+def one_f_one_b(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """1F1B (PipeDream-Flush), or interleaved 1F1B with ``virtual_stages`` stages on each rank.
 
-
-def interleaved_one_f_one_b(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
-    """Interleaved 1F1B with ``virtual_stages`` stages on each rank; plain 1F1B with one.
-
-    Micro-batches come in rounds of ``pp``, which must be full: a short round would deadlock.
+    Then micro-batches come in rounds of ``pp``, which must be full: a short round would deadlock.
     """
     return [_order(pp, rank, micro_batches, virtual_stages) for rank in range(pp)]
 

@@ -20,7 +20,7 @@ from parallel_ops.planner.schedules.action import (
     nearest_micro_batches,
 )
 from parallel_ops.planner.schedules.memory_bounded import zb_2p
-from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
+from parallel_ops.planner.schedules.one_f_one_b import gpipe, one_f_one_b
 from parallel_ops.planner.schedules.program import Program
 from parallel_ops.planner.schedules.times import Times
 from parallel_ops.planner.schedules.v_shaped import dualpipe_v, zb_v
@@ -109,7 +109,7 @@ def actions(
     if kind != "zb-2p" and (times is not None or memory_limit is not None or retained != 1):
         raise ValueError(f"actions: times, memory_limit and retained are for zb-2p; {kind} is the same for all of them")
     if kind == "interleaved":
-        return interleaved_one_f_one_b(pp, micro_batches, virtual_stages)
+        return one_f_one_b(pp, micro_batches, virtual_stages)
     if kind == "zb-2p":
         return zb_2p(pp, micro_batches, times or Times(), 2 * pp if memory_limit is None else memory_limit, retained)
     return _FIXED[kind](pp, micro_batches)

@@ -13,20 +13,14 @@ from parallel_ops.planner.validation.measurement import Measurement, table
 
 def titan_setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
     """Model, cluster and plan of a row of torchtitan's tables."""
-    dp, tp, pp, cp = (row.get(name, 1) for name in ("dp", "tp", "pp", "cp"))
+    sizes = {name: row.get(name, 1) for name in ("dp", "tp", "pp", "cp", "virtual_stages", "micro_batch")}
     model = presets.model(row["model"])
-    virtual_stages, micro_batch = row.get("virtual_stages", 1), row.get("micro_batch", 1)
     plan = Plan(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        zero=2 if pp > 1 else 3,
-        sequence_parallel=tp > 1,
-        schedule="interleaved" if virtual_stages > 1 else "1f1b",
-        virtual_stages=virtual_stages,
-        micro_batch=micro_batch,
-        global_batch=dp * micro_batch * row.get("micro_batches", 1),
+        **sizes,
+        zero=2 if sizes["pp"] > 1 else 3,
+        sequence_parallel=sizes["tp"] > 1,
+        schedule="interleaved" if sizes["virtual_stages"] > 1 else "1f1b",
+        global_batch=sizes["dp"] * sizes["micro_batch"] * row.get("micro_batches", 1),
         recompute=row["recompute"],
         dtype=row["dtype"],
         fused_ops=row["fused"],
