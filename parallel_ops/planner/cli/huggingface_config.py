@@ -3,22 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallel_ops.planner.cli.huggingface_hybrids import LAYERS, hybrid, integer, kinds_of
+from parallel_ops.planner.cli.huggingface_hybrids import FAMILIES, LAYERS, hybrid, integer, kinds_of
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.model.mixers import ATTENTION
 
-# Families whose fields mean what ``model_of`` takes them for. Others are read likewise, and said to be assumed.
-FAMILIES = {
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4", "glm4_moe", "granite", "minimax_m2",
-    "starcoder2", "cohere2", "gpt2", "gpt_neox", "falcon", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-    "nemotron_h", "deepseek_v4",
-}  # fmt: skip
-# Families whose linears have biases, and whose queries, keys and values alone do.
-_BIASED, _QKV_BIASED = frozenset(["gpt2", "gpt_neox", "starcoder2"]), frozenset(["qwen2", "qwen2_moe", "glm4_moe"])
-_PLAIN_MLP = frozenset(["gpt2", "gpt_neox", "falcon", "starcoder2", "nemotron_h"])
-# Families whose output embedding is the input's where the file does not say: it may leave out a default.
-_TIED = frozenset(["gpt2", "gemma", "gemma2", "gemma3_text", "falcon", "starcoder2", "cohere2"])
 # Fields with n where each n-th layer alone has experts.
 _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval")
 # Fields with a list of which layers have experts.
@@ -49,6 +37,8 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
     if not isinstance(types := text.get("layer_types") or [], list):
         raise ValueError(f"{name}: layer_types must be a list, got {types!r}")
     family = str(text.get("model_type") or data.get("model_type") or "")
+    usual = FAMILIES.get(family, {})
+    tied, biased = usual.get("tied_embeddings", False), text.get("attention_bias") or text.get("use_qkv_bias")
     try:
         own = hybrid(text, family)
     except KeyError as error:
@@ -90,13 +80,13 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
         "ffn_hidden_size": ffn,
         "vocab_size": size("vocab_size"),
         "seq_length": sequence or min(4096, longest),
-        "gated": family not in _PLAIN_MLP,
-        "bias": _bias(text, family),
+        "gated": usual.get("gated", True),
+        "bias": usual.get("bias", "qkv" if biased else "none"),
         "norm": "layer"
         if any(each in text for each in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"))
         else "rms",
-        "positions": "learned" if family == "gpt2" else "rotary",
-        "tied_embeddings": bool(text.get("tie_word_embeddings", data.get("tie_word_embeddings", family in _TIED))),
+        "positions": usual.get("positions", "rotary"),
+        "tied_embeddings": bool(text.get("tie_word_embeddings", data.get("tie_word_embeddings", tied))),
         "dropout": False,
         "window": _window(text),
         "layers": kinds_of(text, layers),
@@ -143,12 +133,6 @@ def _dense_layers(text: Mapping[str, Any], name: str) -> int:
             f"{name}: {between[0]} leaves layers between others without experts, for which there are no times"
         )
     return count
-
-
-def _bias(text: Mapping[str, Any], family: str) -> str:
-    if family in _BIASED or family == "gpt_oss":
-        return "all"
-    return "qkv" if family in _QKV_BIASED or text.get("attention_bias") or text.get("use_qkv_bias") else "none"
 
 
 def _window(text: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel_ops.planner.model import CompressedAttention, RecurrentMixer
+from parallel_ops.planner.presets.figures import figures
 
 # Kinds of ``Model.layers`` by the name in ``layer_types``.
 LAYERS = {
@@ -19,8 +20,9 @@ _NEMOTRON = {
     **{"*": "full_only", "attention": "full_only", "full_attention": "full_only"},
     **{"-": "mlp_only", "E": "mlp_only", "mlp": "mlp_only", "moe": "mlp_only"},
 }
-# ``sliding_window_pattern`` of families whose files leave it out.
-_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+# Families whose fields mean what ``huggingface_config.model_of`` takes them for, each with what its files do not say.
+# Others are read likewise, and said to be assumed.
+FAMILIES: dict[str, dict[str, Any]] = figures("presets/huggingface")["families"]
 _RATIOS = {0: "window", 4: "csa", 128: "hca"}
 
 
@@ -43,7 +45,8 @@ def kinds_of(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     named = tuple(LAYERS.get(kind, "full") for kind in text.get("layer_types") or ())
     if named:  # a pattern beside it may be a text, as EXAONE 4's "LLLG"
         return shortest(named[:layers])
-    every = integer(text, "sliding_window_pattern") or _PATTERNS.get(str(text.get("model_type")), 0)
+    usual = FAMILIES.get(str(text.get("model_type")), {})
+    every = integer(text, "sliding_window_pattern") or usual.get("full_attention_every", 0)
     return ("window",) * (min(every, layers + 1) - 1) + ("full",) if every else ()
 
 
