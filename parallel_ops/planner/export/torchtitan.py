@@ -131,29 +131,25 @@ def _with_plan(model: Model, plan: Plan) -> str:
     if plan.pp > 1 or plan.ep > 1:
         training["disable_cuda_graphs"] = True
     recompute = f"{_POLICIES[plan.recompute]}.Config()" if plan.recompute != "none" else "None"
-    lines = [
-        "",
-        "",
-        "def with_plan(config: Trainer.Config) -> Trainer.Config:",
-        '    """The configuration of a run, made to follow the plan."""',
-        *(f"    config.training.{name} = {_literal(value)}" for name, value in training.items()),
-        "    config.parallelism = ParallelismConfig(",
-        *(f"        {name}={_literal(value)}," for name, value in _parallelism(model, plan).items()),
-        "    )",
-        f"    config.activation_checkpoint = {recompute}",
-        f"    config.compile = CompileConfig(enable={plan.fused_ops})",
-    ]
+    settings = "\n".join(f"    config.training.{name} = {_literal(value)}" for name, value in training.items())
+    sizes = "\n".join(f"        {name}={_literal(value)}," for name, value in _parallelism(model, plan).items())
+    other, loss = "ChunkedLossWrapper", "config.loss.loss_fn"
     if plan.fused_loss:
-        lines += [
-            "    if isinstance(config.loss, CrossEntropyLoss.Config):",
-            "        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)",
-        ]
-    else:
-        lines += [
-            "    if isinstance(config.loss, ChunkedLossWrapper.Config):",
-            "        config.loss = config.loss.loss_fn",
-        ]
-    return "\n".join([*lines, "    return config", ""])
+        other, loss = "CrossEntropyLoss", "ChunkedLossWrapper.Config(loss_fn=config.loss)"
+    return f'''
+
+def with_plan(config: Trainer.Config) -> Trainer.Config:
+    """The configuration of a run, made to follow the plan."""
+{settings}
+    config.parallelism = ParallelismConfig(
+{sizes}
+    )
+    config.activation_checkpoint = {recompute}
+    config.compile = CompileConfig(enable={plan.fused_ops})
+    if isinstance(config.loss, {other}.Config):
+        config.loss = {loss}
+    return config
+'''
 
 
 def _parallelism(model: Model, plan: Plan) -> dict[str, Any]:
@@ -182,19 +178,16 @@ def _parallelism(model: Model, plan: Plan) -> dict[str, Any]:
 def _planned(config: str, flavor: str, plan: Plan) -> str:
     converter = f"Float8LinearConverter.Config(model_compile_enabled={plan.fused_ops})"
     converters = f", converters=[{converter}]" if plan.dtype == "fp8" else ""
-    lines = [
-        "",
-        "",
-        "def planned() -> Trainer.Config:",
-        f"    config = with_plan(config_registry.{config}())",
-        f'    config.model_spec = model_registry("{flavor}"{converters})',
-        *(['    config.hf_assets_path = "./assets/hf/Llama-3.1-405B"'] if flavor == "405B" else []),
-        # The checks of Trainer.Config run again.
-        "    config.__post_init__()",
-        "    return config",
-        "",
-    ]
-    return "\n".join(lines)
+    assets = '\n    config.hf_assets_path = "./assets/hf/Llama-3.1-405B"' if flavor == "405B" else ""
+    # The last call runs the checks of Trainer.Config again.
+    return f'''
+
+def planned() -> Trainer.Config:
+    config = with_plan(config_registry.{config}())
+    config.model_spec = model_registry("{flavor}"{converters}){assets}
+    config.__post_init__()
+    return config
+'''
 
 
 def _literal(value: Any) -> str:
