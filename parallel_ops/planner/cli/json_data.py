@@ -76,15 +76,9 @@ def simulation_data(simulation: Simulation) -> dict[str, Any]:
         [{**action._asdict(), "start": start, "end": end} for action, start, end in zip(*rows, strict=True)]
         for rows in zip(simulation.schedule, simulation.starts, simulation.ends, strict=True)
     ]
-    return {
-        "step_time": simulation.step_time,
-        "step_time_without_barrier": simulation.step_time_without_barrier,
-        "bubble": simulation.bubble,
-        "bubble_without_barrier": simulation.bubble_without_barrier,
-        "bubbles": simulation.bubbles,
-        "peak_activations": list(simulation.peak_activations),
-        "ranks": ranks,
-    }
+    of_step = ("step_time", "step_time_without_barrier", "bubble", "bubble_without_barrier")
+    names = (*of_step, "bubbles", "peak_activations")
+    return {**{name: getattr(simulation, name) for name in names}, "ranks": ranks}
 
 
 def report_data(report: Report) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _scattering(link: Interconnect, share: float) -> Interconnect:
 
 
 def _by_pass(plan: Plan, reductions: Sequence[_Reduction]) -> tuple[tuple[float, float], float]:
-    """``each`` and ``once`` of ``StepTraffic``, without replicas."""
+    """``each`` and ``once`` of ``DataParallelTraffic``, without replicas."""
     forward = backward = once = 0.0
     for kind, count, _, _, seconds in reductions:
         if count == 1 and plan.zero < 3:
@@ -164,11 +164,6 @@ def _by_pass(plan: Plan, reductions: Sequence[_Reduction]) -> tuple[tuple[float,
         else:
             backward += seconds
     return (forward, backward), once
-
-
-def _times_reduced(plan: Plan) -> int:
-    """Reductions of gradients per step: one for each micro-batch, unless whole gradients are accumulated."""
-    return plan.micro_batches if plan.zero >= 2 and (plan.zero == 3 or plan.pp == 1 or not plan.fsdp) else 1
 
 
 def _reductions(
@@ -198,7 +193,10 @@ def _reductions(
             found.append(_Reduction("all-reduce", 1, size, ranks, seconds))
             continue
         gathers = 1 if plan.zero < 3 else 2 * plan.micro_batches
-        kinds = ("all-gather", gathers, width, link), ("reduce-scatter", _times_reduced(plan), gradient, scattering)
+        # One for each micro-batch, unless whole gradients are accumulated.
+        each_time = plan.zero >= 2 and (plan.zero == 3 or plan.pp == 1 or not plan.fsdp)
+        reduced = plan.micro_batches if each_time else 1
+        kinds = ("all-gather", gathers, width, link), ("reduce-scatter", reduced, gradient, scattering)
         for kind, count, each, used in kinds:
             size = parameters * each + (frozen if kind == "all-gather" else 0.0)
             if not size:
