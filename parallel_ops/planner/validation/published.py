@@ -150,14 +150,8 @@ def _foundry() -> Iterator[Measurement]:
 def zero_bubble_setting(row: dict[str, Any], kind: str, micro_batches: int) -> tuple[Model, Plan]:
     """Model and plan of a row of Zero Bubble's table 4. Interleaved, one layer a chunk; the first and the last stage
     have a layer less."""
-    model = Model(
-        name=row["model"],
-        num_layers=row["num_layers"],
-        hidden_size=row["hidden_size"],
-        num_heads=row["num_heads"],
-        vocab_size=50304,
-        seq_length=1024,
-    )
+    sizes = {name: row[name] for name in ("num_layers", "hidden_size", "num_heads")}
+    model = Model(name=row["model"], **sizes, vocab_size=50304, seq_length=1024)
     virtual_stages = (row["num_layers"] + 2) // row["pp"] if kind == "interleaved" else 1
     chunks = row["pp"] * virtual_stages
     each = (row["num_layers"] + 2) // chunks

@@ -162,17 +162,13 @@ def _chosen(model: Model, cluster: Cluster, system: dict[str, Any], row: dict[st
 
 
 def _plan(model: Model, system: dict[str, Any], row: dict[str, str], micro_batch: int, virtual_stages: int) -> Plan:
-    gpus, tp, pp, cp, ep = (int(row[name]) for name in ("gpus", "tp", "pp", "cp", "ep"))
-    dp = gpus // (tp * pp * cp)
+    sizes: dict[str, Any] = {name: int(row[name]) for name in ("tp", "pp", "cp", "ep", "zero")}
+    tp, pp = sizes["tp"], sizes["pp"]
     made = Plan(
-        dp=dp,
+        **sizes,
+        dp=int(row["gpus"]) // (tp * pp * sizes["cp"]),
         dp_replicate=int(row["replicate"]),
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
         expert_tp=1 if model.experts and tp > 1 else 0,
-        zero=int(row["zero"]),
         sequence_parallel=tp > 1,
         schedule="interleaved" if virtual_stages > 1 else "1f1b",
         virtual_stages=virtual_stages,
