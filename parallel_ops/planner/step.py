@@ -235,12 +235,7 @@ def _merged(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     merged: dict[tuple[str, str], Transfer] = {}
     for each in transfers:
         key = (each.group, each.collective)
-        if key in merged:
-            before = merged[key]
-            sums = {
-                name: getattr(before, name) + getattr(each, name) for name in ("count", "bytes", "seconds", "exposed")
-            }
-            merged[key] = replace(before, **sums)
-        else:
-            merged[key] = each
+        before = merged.get(key)
+        names = ("count", "bytes", "seconds", "exposed") if before else ()
+        merged[key] = replace(before or each, **{name: getattr(before, name) + getattr(each, name) for name in names})
     return tuple(merged.values())

@@ -54,12 +54,11 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     f, i, w = linear_seconds(model, products, work.dtype, work.tp, spread, tokens)
     scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
-    shared, activation, score = (
+    moved = [
         (forward * efficiency.elementwise, backward * efficiency.elementwise)
         for forward, backward in elementwise_bytes(model, work, sparse, width)
-    )
-    forward = sum(part[0] for part in (shared, activation, score)) * tokens / bandwidth
-    backward = sum(part[1] for part in (shared, activation, score)) * tokens / bandwidth
+    ]
+    forward, backward = (sum(parts) * tokens / bandwidth for parts in zip(*moved, strict=True))
     # Accumulation of weight gradients: read the gradient, read and write the sum.
     mlp = model.router_parameters if sparse else model.mlp_weights if model.has_mlp else 0
     held = (model.attention_weights + mlp) / work.tp
@@ -75,8 +74,7 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     elif work.recompute == "operators":
         again = linears / 2 + forward
     else:
-        moved = shared[0], activation[0], score[0]
-        seconds = tuple(each * tokens / bandwidth for each in moved)
+        seconds = tuple(each * tokens / bandwidth for each, _ in moved)
         again = _modules_again(model, products, work, spread, tokens, scores, seconds)
     again *= recomputed_share(model, work.recompute_layers)
     return PassTimes(f, i + scores_back + backward + again, w)
