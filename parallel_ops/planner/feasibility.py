@@ -34,8 +34,7 @@ def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> 
         _size_problem(model, cluster, *sizes)
         or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
-        or _offload_problem(plan)
-        or next(_recomputation(model, plan), None)
+        or next(_offload_and_recomputation(model, plan), None)
         or (next(_experts(model, plan), None) if plan.ep > 1 else None)
     )
 
@@ -247,13 +246,9 @@ def _context(model: Model, plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _offload_problem(plan: Plan) -> Problem | None:
+def _offload_and_recomputation(model: Model, plan: Plan) -> Iterator[Problem]:
     if plan.offload == "optimizer+parameters" and plan.zero != 3:
-        return Problem("offload without zero-3", f"offload=optimizer+parameters needs ZeRO-3, not {plan.zero}")
-    return None
-
-
-def _recomputation(model: Model, plan: Plan) -> Iterator[Problem]:
+        yield Problem("offload without zero-3", f"offload=optimizer+parameters needs ZeRO-3, not {plan.zero}")
     modules = recomputed(plan.recompute, plan.flash_attention) if plan.recompute != "selective" else frozenset()
     if not model.experts and (lacks := sorted(modules & {"experts", "moe", "moe_act", "shared_experts"})):
         yield Problem("recomputation without experts", f"recompute={lacks[0]} needs a model with experts")

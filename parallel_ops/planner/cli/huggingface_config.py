@@ -88,7 +88,7 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
         "positions": usual.get("positions", "rotary"),
         "tied_embeddings": bool(text.get("tie_word_embeddings", data.get("tie_word_embeddings", tied))),
         "dropout": False,
-        "window": _window(text),
+        "window": (integer(text, "sliding_window") or 0) if text.get("use_sliding_window", True) else 0,
         "layers": kinds_of(text, layers),
     }
     if own is not None:
@@ -133,11 +133,6 @@ def _dense_layers(text: Mapping[str, Any], name: str) -> int:
             f"{name}: {between[0]} leaves layers between others without experts, for which there are no times"
         )
     return count
-
-
-def _window(text: Mapping[str, Any]) -> int:
-    used = text.get("use_sliding_window", True)
-    return integer(text, "sliding_window") or 0 if used else 0
 
 
 def _assumptions(text: Mapping[str, Any], family: str, experts: int) -> Iterator[str]:

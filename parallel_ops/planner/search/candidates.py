@@ -240,7 +240,9 @@ class Candidates:
             offload, recompute = pair
             found = problems[recompute]
             if found is None and self.system:
-                found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
+                tried = unchecked(plan, recompute=recompute, offload=offload)
+                reason = self.system.problem(self.model, self.cluster, tried)
+                found = Problem(f"{self.system.name} cannot run it", reason) if reason else None
             if found is not None:
                 if rejected is not None:
                     rejected.add(plan, (({}, found, (pair,)),))
@@ -257,12 +259,6 @@ class Candidates:
             if rejected is not None and rejected.add_large(plan, pair, worst):
                 large.setdefault(pair, size)
         return None
-
-    def _target_problem(self, plan: Plan) -> Problem | None:
-        if self.system is None:
-            return None
-        reason = self.system.problem(self.model, self.cluster, plan)
-        return Problem(f"{self.system.name} cannot run it", reason) if reason else None
 
 
 def _variant(plan: Plan) -> tuple[object, ...]:

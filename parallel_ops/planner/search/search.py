@@ -170,12 +170,10 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
     if "1f1b" in options.schedules:
         quick = replace(quick, schedules=("1f1b",))
     constants = constants_of(cluster)
-    gpus = 1
-    while gpus <= 65536:
+    for gpus in (2**power for power in range(17)):
         enough = replace(cluster, gpus=gpus, parts=())
         if next(Candidates(model, enough, batch, quick, constants).plans(), None) is not None:
             return gpus
-        gpus *= 2
     return 0
 
 
