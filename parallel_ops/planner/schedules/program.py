@@ -80,49 +80,41 @@ class Program:
         if any(done < len(order) for done, order in zip(self._done, actions, strict=True)):
             raise ValueError(self._deadlock())
 
-    def run(self, times: Times) -> tuple[list[float], list[float], list[float]]:
-        """Start and end of each entry, and the time that each rank computes."""
+    def run(self, times: Times) -> tuple[list[list[float]], list[list[float]], list[float]]:
+        """Starts and ends of the actions of each rank, and the time that each rank computes."""
+        durations, busy = self._durations(times), [0.0] * len(self._actions)
+        started: list[list[float]] = [[] for _ in self._actions]
+        ended: list[list[float]] = [[] for _ in self._actions]
+        for (rank, which, *_), start, end in zip(self._entries, *self._walk(times), strict=True):
+            members = 2 if which >= 4 * self._stages else 1  # of a pair
+            started[rank] += [start] * members
+            ended[rank] += [end] * members
+            busy[rank] += durations[which]
+        return started, ended, busy
+
+    def step_time(self, times: Times, *, barrier: bool) -> float:
+        """``Simulation.step_time`` with ``barrier``, else ``Simulation.step_time_without_barrier``."""
+        if barrier:
+            return max(self._walk(times)[1])  # the first entry starts at 0
+        starts, ends, _ = self.run(times)
+        return max(end[-1] - start[0] for start, end in zip(starts, ends, strict=True))
+
+    def _walk(self, times: Times) -> tuple[list[float], list[float]]:
+        """Start and end of each entry. A search needs the last end of a few hundred pipelines, and nothing by rank."""
         durations, links = self._durations(times), self._links(times)
         starts: list[float] = []
         ends: list[float] = []
-        clocks, busy = [0.0] * len(self._actions), [0.0] * len(self._actions)
+        clocks = [0.0] * len(self._actions)
         for rank, which, after, link, also_after, also_link in self._entries:
             start = clocks[rank]
             if after >= 0 and (ready := ends[after] + links[link]) > start:
                 start = ready
             if also_after >= 0 and (ready := ends[also_after] + links[also_link]) > start:
                 start = ready
-            duration = durations[which]
+            clocks[rank] = end = start + durations[which]
             starts.append(start)
-            ends.append(start + duration)
-            clocks[rank] = start + duration
-            busy[rank] += duration
-        return starts, ends, busy
-
-    def step_time(self, times: Times, *, barrier: bool) -> float:
-        """``Simulation.step_time`` with ``barrier``, else ``Simulation.step_time_without_barrier``."""
-        starts, ends, _ = self.run(times)
-        if barrier:
-            return max(ends)  # the first entry starts at 0
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        for entry, start, end in zip(self._entries, starts, ends, strict=True):
-            first.setdefault(entry[0], start)
-            last[entry[0]] = end
-        return max(last[rank] - first[rank] for rank in last)
-
-    def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
-        """Starts and ends of the entries, by rank and action."""
-        started: list[list[float]] = [[] for _ in self._actions]
-        ended: list[list[float]] = [[] for _ in self._actions]
-        for entry, start, end in zip(self._entries, starts, ends, strict=True):
-            rank = entry[0]
-            if entry[1] >= 4 * self._stages:  # a pair
-                started[rank].append(start)
-                ended[rank].append(end)
-            started[rank].append(start)
-            ended[rank].append(end)
-        return started, ended
+            ends.append(end)
+        return starts, ends
 
     def _durations(self, times: Times) -> list[float]:
         forward, input_grad, weight_grad = (
@@ -157,23 +149,26 @@ class Program:
     def _advance(self, rank: int) -> set[int]:
         """Adds entries of the rank until one has to wait. Returns the ranks that may continue because of them."""
         woken: set[int] = set()
-        while self._done[rank] < len(self._actions[rank]):
-            group = self._group(rank)
-            needs = [need for action in group if (need := self._need(action)) is not None]
-            if len(needs) < len(group):
+        stages, count = self._stages, len(self._actions[rank])
+        while self._done[rank] < count:
+            first, *second = group = self._group(rank)
+            if (need := self._need(first)) is None:
                 break
+            which, also = "FIWB".index(first.kind) * stages + first.stage, (-1, 0)
+            if second:
+                if (needed := self._need(second[0])) is None:
+                    break
+                which, also = (
+                    4 * stages + self._pairs.setdefault((first.stage, second[0].stage), len(self._pairs)),
+                    needed,
+                )
             for kind, mb, stage, _ in group:
                 if kind != "W":
                     computed, follower = (self._forward, stage + 1) if kind == "F" else (self._backward, stage - 1)
                     computed[stage][mb] = len(self._entries)
-                    if 0 <= follower < self._stages:
+                    if 0 <= follower < stages:
                         woken.add(self._owners[follower])
-            first, *second = group
-            which = "FIWB".index(first.kind) * self._stages + first.stage
-            if second:
-                pair = first.stage, second[0].stage
-                which = 4 * self._stages + self._pairs.setdefault(pair, len(self._pairs))
-            self._entries.append((rank, which, *needs[0], *(needs[1] if second else (-1, 0))))
+            self._entries.append((rank, which, *need, *also))
             self._done[rank] += len(group)
         return woken - {rank}
 

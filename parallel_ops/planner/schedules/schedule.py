@@ -190,10 +190,8 @@ def simulate(actions: Sequence[Sequence[Action]], times: Times | None = None, *,
         ValueError: a pass is missing, doubled or on two ranks; ``times`` has the wrong number of entries; or the order
             deadlocks (the message names the waiting ranks and what they wait for).
     """
-    program = Program(actions)
-    starts, ends, busy = program.run(times or Times())
-    peaks = tuple(peak_activations(order, retained) for order in actions)
-    return Simulation(actions, *program.by_rank(starts, ends), busy, peaks)
+    starts, ends, busy = Program(actions).run(times or Times())
+    return Simulation(actions, starts, ends, busy, tuple(peak_activations(order, retained) for order in actions))
 
 
 def peak_activations(order: Sequence[Action], retained: float = 1.0) -> float:
