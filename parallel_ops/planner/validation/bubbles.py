@@ -16,12 +16,7 @@ BUBBLES = (*EXACT, "zb-2p", "interleaved")
 def bubble_rows() -> Iterator[Row]:
     """Every published bubble beside that of the simulated schedule."""
     for row in table("zero_bubble")["table 5"]:
-        times = Times(
-            forward=row["forward"],
-            input_grad=row["input_grad"],
-            weight_grad=row["weight_grad"],
-            link=row["link"],
-        )
+        times = Times(**{name: row[name] for name in ("forward", "input_grad", "weight_grad", "link")})
         sizes = next(sizes for sizes in table("zero_bubble")["table 4"] if sizes["model"] == row["model"])
         for kind, published in row["bubble"].items():
             predicted = _bubble(kind, row["pp"], row["micro_batches"], times, sizes)

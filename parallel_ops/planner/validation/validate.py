@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.feasibility import quick_memory_problem
@@ -151,16 +152,9 @@ def regrets(predicted: dict[tuple[str, str], float]) -> dict[str, float]:
 
 def _steps() -> Iterator[Row]:
     for row in measurements():
-        yield Row(
-            source=row.source,
-            table=row.table,
-            name=row.name,
-            quantity="step time",
-            unit="s",
-            published=row.seconds,
-            predicted=row.predicted(),
-            role="fitted" if row.fitted else "held out",
-        )
+        role = "fitted" if row.fitted else "held out"
+        where: dict[str, Any] = {"source": row.source, "table": row.table, "name": row.name, "unit": "s", "role": role}
+        yield Row(**where, quantity="step time", published=row.seconds, predicted=row.predicted())
 
 
 def memory_rows() -> Iterator[Row]:
