@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallel_ops.planner.cli.huggingface_hybrids import FAMILIES, LAYERS, hybrid, integer, kinds_of
+from parallel_ops.planner.cli.huggingface_hybrids import FAMILIES, LAYERS, MIXERS, hybrid, integer, kinds_of
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.model.mixers import ATTENTION
 
@@ -108,13 +108,8 @@ def model_of(data: Mapping[str, Any], name: str, sequence: int | None) -> tuple[
             "dense_layers": min(layers, _dense_layers(text, name)),
         }
     if "kv_lora_rank" in text:
-        fields["latent"] = LatentAttention(
-            query_rank=text.get("q_lora_rank") or 0,
-            key_value_rank=size("kv_lora_rank"),
-            head=size("qk_nope_head_dim"),
-            rope_head=size("qk_rope_head_dim"),
-            value_head=size("v_head_dim"),
-        )
+        sizes = {field: size(name) for field, name in MIXERS["latent"].items()}
+        fields["latent"] = LatentAttention(query_rank=text.get("q_lora_rank") or 0, **sizes)
     return Model(name=name, **fields), tuple(assumed)
 
 

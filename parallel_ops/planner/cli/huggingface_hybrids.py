@@ -6,23 +6,13 @@ from typing import Any
 from parallel_ops.planner.model import CompressedAttention, RecurrentMixer
 from parallel_ops.planner.presets.figures import figures
 
-# Kinds of ``Model.layers`` by the name in ``layer_types``.
-LAYERS = {
-    "full_attention": "full",
-    "sliding_attention": "window",
-    "linear_attention": "recurrent",
-    "compressed_sparse_attention": "csa",
-    "heavily_compressed_attention": "hca",
-}
-# Letters of Nemotron-H's pattern, and its names of layers: a mixer or an MLP.
-_NEMOTRON = {
-    **{"M": "recurrent_only", "mamba": "recurrent_only", "linear_attention": "recurrent_only"},
-    **{"*": "full_only", "attention": "full_only", "full_attention": "full_only"},
-    **{"-": "mlp_only", "E": "mlp_only", "mlp": "mlp_only", "moe": "mlp_only"},
-}
+_NAMES = figures("presets/huggingface")
+# Kinds of ``Model.layers`` by their name in files, and names in files of the fields of mixers.
+LAYERS: dict[str, str] = _NAMES["layer_types"]
+MIXERS: dict[str, dict[str, str]] = _NAMES["mixers"]
 # Families whose fields mean what ``huggingface_config.model_of`` takes them for, each with what its files do not say.
 # Others are read likewise, and said to be assumed.
-FAMILIES: dict[str, dict[str, Any]] = figures("presets/huggingface")["families"]
+FAMILIES: dict[str, dict[str, Any]] = _NAMES["families"]
 _RATIOS = {0: "window", 4: "csa", 128: "hca"}
 
 
@@ -58,34 +48,23 @@ def shortest(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return kinds
 
 
+def _mixer(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {field: text[name] for field, name in MIXERS[kind].items()}
+
+
 def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
     """Fields of ``Model`` of a family with other layers than attention; ``None`` for other families."""
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         every = integer(text, "full_attention_interval") or 4
-        mixer = RecurrentMixer(
-            kind="delta_net",
-            heads=text["linear_num_value_heads"],
-            head=text["linear_value_head_dim"],
-            groups=text["linear_num_key_heads"],
-            state=text["linear_key_head_dim"],
-            conv=text["linear_conv_kernel_dim"],
-        )
+        mixer = RecurrentMixer(kind="delta_net", **_mixer(text, "delta_net"))
         kinds = kinds_of(text, text["num_hidden_layers"]) or ("recurrent",) * (every - 1) + ("full",)
         return {"layers": kinds, "recurrent": mixer, "attention_gate": True, "window": 0}
     if family == "nemotron_h":
         kinds = tuple(text.get("hybrid_override_pattern") or text["layers_block_type"])
         if text.get("moe_latent_size"):  # experts of another width than the model
             raise KeyError("moe_latent_size")
-        mixer = RecurrentMixer(
-            kind="mamba2",
-            heads=text["mamba_num_heads"],
-            head=text["mamba_head_dim"],
-            groups=text["n_groups"],
-            state=text["ssm_state_size"],
-            conv=text["conv_kernel"],
-            chunk=text["chunk_size"],
-        )
-        layers = shortest(tuple(_NEMOTRON[kind] for kind in kinds))
+        mixer = RecurrentMixer(kind="mamba2", **_mixer(text, "mamba2"))
+        layers = shortest(tuple(_NAMES["nemotron_layers"][kind] for kind in kinds))
         sparse = bool({"E", "moe"} & set(kinds))
         if sparse and {"-", "mlp"} & set(kinds):
             raise KeyError("layers_block_type")
@@ -94,14 +73,7 @@ def hybrid(text: Mapping[str, Any], family: str) -> dict[str, Any] | None:
     if family == "deepseek_v4":
         ratios = text.get("compress_ratios")
         kinds = tuple(_RATIOS[ratio] for ratio in ratios) if ratios else kinds_of(text, text["num_hidden_layers"])
-        attention = CompressedAttention(
-            query_rank=text["q_lora_rank"],
-            output_groups=text["o_groups"],
-            output_rank=text["o_lora_rank"],
-            top_k=text["index_topk"],
-            index_heads=text["index_n_heads"],
-            index_head=text["index_head_dim"],
-        )
+        attention = CompressedAttention(**_mixer(text, "compressed"))
         kinds = kinds[: text["num_hidden_layers"]]
         streams = integer(text, "hc_mult") or 1
         return {"layers": shortest(kinds), "compressed": attention, "residual_streams": streams}

@@ -14,6 +14,7 @@ from parallel_ops.planner.feasibility import pipeline_problems
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.precision import FORMATS, stored
+from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
@@ -114,14 +115,10 @@ def _shape(model: Model) -> dict[str, Any]:
 
 
 def _latent(latent: LatentAttention) -> dict[str, Any]:
-    """The fields of ``LatentAttentionConfig``."""
-    return {
-        **({"q_lora_rank": latent.query_rank} if latent.query_rank else {}),
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_nope_head_dim": latent.head,
-        "qk_rope_head_dim": latent.rope_head,
-        "v_head_dim": latent.value_head,
-    }
+    """The fields of ``LatentAttentionConfig``, whose names are those of Hugging Face."""
+    names = figures("presets/huggingface")["mixers"]["latent"]
+    query = {"q_lora_rank": latent.query_rank} if latent.query_rank else {}
+    return query | {name: getattr(latent, field) for field, name in names.items()}
 
 
 def _experts(model: Model, plan: Plan) -> dict[str, Any]:
