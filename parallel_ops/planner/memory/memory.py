@@ -57,10 +57,6 @@ def process_memory(cluster: Cluster, plan: Plan) -> dict[str, float]:
     return {"runtime": process_bytes(plan, cluster)}
 
 
-def _fragmentation(plan: Plan) -> float:
-    return SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 and plan.fsdp else FRAGMENTATION
-
-
 def memory(
     model: Model,
     plan: Plan,
@@ -140,7 +136,8 @@ class PlanMemory:
         if key not in self._shared:
             self._shared[key] = layer_buffers(model, plan, self._tokens), layer_work(model, plan, self._tokens), {}
         self._buffers, self._work, self._layers = self._shared[key]
-        self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
+        usual = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 and plan.fsdp else FRAGMENTATION
+        self._fragmentation = usual if fragmentation is None else fragmentation
         self._reserved = 1 + self._fragmentation
         self._fixed: dict[int, FixedMemory] = {}
 

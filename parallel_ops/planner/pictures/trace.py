@@ -46,7 +46,7 @@ def measured(
     origin = min(row[0] for row in starts)
     begun, ended = ([[time - origin for time in row] for row in rows] for rows in (starts, ends))
     busy = [_covered(zip(*rows, strict=True)) for rows in zip(begun, ended, strict=True)]
-    return Simulation(schedule, begun, ended, busy, tuple(peak_activations(order) for order in schedule))
+    return Simulation(schedule, begun, ended, busy, tuple(map(peak_activations, schedule)))
 
 
 def _covered(spans: Iterator[tuple[float, float]]) -> float:
