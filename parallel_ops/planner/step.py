@@ -9,7 +9,6 @@ micro-batch of w seconds (ZeRO-0 to 2: one per step; ZeRO-3: each) and lengthens
 max(0, c - w) + interference * min(c, w); without overlap, by c. Copies around the collectives come on top.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -211,15 +210,13 @@ class StepTime:
                 out.append(repeat(each, times * number, waits * number * share))
         return _merged(out) + self._with_exposed()
 
-    def _host_transfers(self) -> Iterator[Transfer]:
-        link = Interconnect(name="host", latency=0.0, bandwidth=self.cluster.gpu.host_link)
-        return (repeat(transfer("host", "copy", "direct", link, 1, *one), count) for *one, count in self.copied)
-
     def _with_exposed(self) -> tuple[Transfer, ...]:
         exposed = {"dp": self.data_parallel(), "host": self.host()}
         if self.plan.pp > 1:
             exposed["pp"] = self._idle(self.messages.link) - self._idle(0.0)
-        transfers = (*self.messages.transfers(self.plan), *self.sharding.transfers(), *self._host_transfers())
+        host = Interconnect(name="host", latency=0.0, bandwidth=self.cluster.gpu.host_link)
+        copies = (repeat(transfer("host", "copy", "direct", host, 1, *one), count) for *one, count in self.copied)
+        transfers = (*self.messages.transfers(self.plan), *self.sharding.transfers(), *copies)
         kinds = [t.group.partition("_")[0] for t in transfers]  # replicas reduce beside shards
         totals: dict[str, float] = {}
         for kind, each in zip(kinds, transfers, strict=True):

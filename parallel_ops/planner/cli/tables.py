@@ -208,7 +208,9 @@ def memory(estimate: Estimate) -> Table:
     gpus = estimate.cluster.stage_gpus(estimate.plan.pp)
     groups: list[list[StageMemory]] = []
     for stage in estimate.memory:
-        if groups and gpus[stage.stage] == gpus[groups[-1][0].stage] and _alike(groups[-1][0], stage):
+        first = groups[-1][0] if groups else None
+        same = first and gpus[stage.stage] == gpus[first.stage]
+        if same and all(abs(getattr(first, name) - getattr(stage, name)) < 0.005 * GIB for name in DEVICE_MEMORY):
             groups[-1].append(stage)
         else:
             groups.append([stage])
@@ -217,10 +219,6 @@ def memory(estimate: Estimate) -> Table:
         figures = [f"{getattr(first, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
         out.add_row(label, *figures, f"{gpus[first.stage].memory / GIB:.1f}")
     return out
-
-
-def _alike(one: StageMemory, other: StageMemory) -> bool:
-    return all(abs(getattr(one, name) - getattr(other, name)) < 0.005 * GIB for name in DEVICE_MEMORY)
 
 
 def transfers(estimate: Estimate) -> Table:

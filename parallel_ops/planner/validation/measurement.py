@@ -1,6 +1,7 @@
 """A measured step, and readers of the files in this folder."""
 
 import csv
+import functools
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -55,6 +56,7 @@ def table(name: str) -> dict[str, Any]:
     return figures(f"validation/tables/{name}")
 
 
+@functools.cache
 def rows(name: str) -> tuple[str, list[dict[str, str]]]:
     """Source and rows of a CSV file in ``tables``. Its first line is a comment with the source."""
     file = files("parallel_ops.planner.validation").joinpath(f"tables/{name}.csv")

@@ -5,7 +5,6 @@ runs of your own: ``parallel-ops validate --runs FILE``.
 """
 
 import csv
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -209,15 +208,10 @@ def _recompute(row: dict[str, str]) -> str:
     return {"some": "full"}.get(row["recompute"], row["recompute"])
 
 
-@functools.cache
-def _recipes() -> tuple[dict[str, str], ...]:
-    return tuple(rows("recipes")[1])
-
-
 def _launches(row: dict[str, str]) -> dict[str, Any]:
     """CUDA graph, dispatcher and offloaded layers of a row: what its note says, else those of its recipe."""
     made: dict[str, Any] = {"cuda_graph": "none", "dispatcher": "all_to_all"}
-    for recipe in _recipes() if row["source"].startswith("Megatron-Bridge") else ():
+    for recipe in rows("recipes")[1] if row["source"].startswith("Megatron-Bridge") else ():
         gpu, model = row["system"].partition(":")[0], row["model"].partition(":")[0]
         fits = recipe["model"] == model and gpu in (recipe["gpus"].split() or [gpu])
         fits = fits and recipe["dtype"] in ("", row["dtype"])
