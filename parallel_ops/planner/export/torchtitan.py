@@ -216,6 +216,10 @@ TORCHTITAN = ExportTarget(
         "dtype": (("bf16", "fp8", "fp32"), "it trains in bf16, fp8 or fp32"),
         "grad_dtype": (("fp32",), "it reduces gradients in fp32"),
         "offload": (("none", "optimizer"), "it offloads parameters and optimizer"),
+        "recompute": (
+            ("none", *_POLICIES),
+            "it recomputes layers, every second product, or norms and activation functions",
+        ),
         "flash_attention": ((True,), "its attention stores no scores"),
         "fsdp": ((True,), "its shards are FSDP2's"),
         "gather_parameters": ((False,), "FSDP2 gathers layers"),

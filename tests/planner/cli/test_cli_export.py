@@ -165,6 +165,7 @@ def test_what_a_system_cannot_run_is_refused(run):
         ("torchtitan", ["zero=1"], "ZeRO 0, 2 or 3"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-v"], "zb-v with replicated parameters loses gradients"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-2p", "zero=2"], "not schedule=zb-2p"),
+        ("torchtitan", ["zero=3", "recompute=mlp"], "or norms and activation functions, not recompute=mlp"),
         ("parallel_ops", ["ep=1", "offload=optimizer+activations"], "its trainer offloads the optimizer"),
         ("parallel_ops", ["pp=4", "tp=8", "input_grad_first=false"], "add input_grad_first=true"),
         ("parallel_ops", ["pp=64", "schedule=zb-v"], "is 128 stages, but the model has 80 layers; nearest: pp=32"),
