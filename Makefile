@@ -58,8 +58,9 @@ $(VENV)/.requirements: $(VENV)/.commands
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	touch $@.begun  # a file that changes while it compiles is newer
 	$(PIP) --no-build-isolation --no-deps --editable .
-	touch $@
+	mv $@.begun $@
 
 # The main job. TEXT=path trains on your own file or folder; ARGS passes options through (see --help).
 demo: commands

@@ -64,6 +64,13 @@ def build_command() -> type:
     class BuildExtension(cpp_extension.BuildExtension):
         """torch's, in which a failure of an optional extension is a warning, as it is in setuptools' own."""
 
+        def build_extensions(self) -> None:
+            if (
+                self.editable_mode
+            ):  # not in a temporary folder, so that ninja compiles again only what a change concerns
+                self.build_temp = f"build/{self.plat_name}-{sys.implementation.cache_tag}"
+            super().build_extensions()
+
         def build_extension(self, ext: Extension) -> None:
             try:
                 super().build_extension(ext)
