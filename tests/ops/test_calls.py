@@ -240,3 +240,8 @@ def test_a_torch_for_amd_gpus_is_refused_before_the_first_kernel(monkeypatch, mo
     if module == "activations":
         with pytest.raises(RuntimeError, match="ROCm"):
             _registration.cuda_kernels["bias_gelu"](X, BIAS, False)
+
+
+def test_an_op_without_a_schema_says_what_is_missing():
+    with pytest.raises(RuntimeError, match=r"squared has no compiled schema: add it to csrc/registration\.cpp"):
+        _registration.register("squared")

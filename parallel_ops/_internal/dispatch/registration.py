@@ -65,6 +65,8 @@ def register(
             last outputs, those that only a backward needs. ``None``: forward mode raises.
     """
     qualified = f"parallel_ops::{name}"
+    if not hasattr(torch.ops.parallel_ops, name):
+        raise RuntimeError(f"{name} has no compiled schema: add it to csrc/registration.cpp, then run make venv")
     op = getattr(torch.ops.parallel_ops, name).default
     torch.library.register_fake(qualified, outputs or (lambda *_: None))
     if cuda is None:
