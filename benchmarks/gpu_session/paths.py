@@ -20,6 +20,7 @@ class GpuPath:
         proofs: Names of proofs of a GPU session, or their beginnings.
         recorded: A run from before sessions kept rows: machine, commit and place of the record.
         evidence: What else speaks for it.
+        since: The day on which it was added; runs until then were without it.
     """
 
     area: str
@@ -32,6 +33,7 @@ class GpuPath:
     proofs: tuple[str, ...] = ()
     recorded: str = ""
     evidence: str = ""
+    since: str = ""
 
 
 # The last commit whose kernels an H100 ran, of attention and of a whole model.
@@ -39,11 +41,13 @@ _ATTENTION = "H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); chan
 _MODEL = "H100 80GB HBM3, b81ca1f42e, 2026-11-23, in a Llama of Transformers (docs/performance.md)"
 
 
-def _op(family: str, name: str, *more: str, backward: bool = True, benchmark: str = "", recorded: str = "") -> GpuPath:
+def _op(
+    family: str, name: str, *more: str, backward: bool = True, benchmark: str = "", recorded: str = "", since: str = "",
+) -> GpuPath:  # fmt: skip
     ops = (name, f"{name}_backward", *more) if backward else (name, *more)
     return GpuPath(
-        "ops", f"`{name}`", f"`{name}` of CUDA tensors", True, ops=ops, benchmark=benchmark or name, recorded=recorded,
-        proofs=(f"tests of {family}",), evidence=EXECUTED,
+        "ops", f"`{name}`", f"`{name}` of CUDA tensors", not since, ops=ops, benchmark=benchmark or name,
+        recorded=recorded, proofs=(f"tests of {family}",), evidence=EXECUTED, since=since,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ def runs(path: GpuPath, proven: Sequence[Proven], measured: Iterable[results.Row
     by_proof = [r for r in proven if r.result == PASSED and any(r.proof.startswith(name) for name in path.proofs)]
     by_benchmark = [r for r in measured if path.benchmark and r.op == path.benchmark and r.provider == "parallel_ops"]
     newest = [max(rows, key=lambda r: r.date) for rows in (by_proof, by_benchmark) if rows]
+    newest = [row for row in newest if row.date > path.since]
     return [*map(_run_of, newest[:1]), *([path.recorded] if path.recorded and not by_proof else [])]
 
 

@@ -1,6 +1,7 @@
 """Proofs of a GPU session, run on the CPU, and the page that says what has run."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -111,6 +112,7 @@ def test_a_passed_row_counts_and_a_failed_one_is_shown():
         for result in (prove.PASSED, prove.FAILED)
     ]  # fmt: skip
     assert status.runs(path, rows, []) == ["gpu p, abc, 2026-12-01"]
+    assert status.runs(replace(path, since="2026-12-01"), rows, []) == []
     assert status.failures(path, rows) == ["FAILED: float8 linear (gpu f, abc, 2026-12-01)"]
 
 
