@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_ops import ParallelMesh
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
@@ -19,7 +18,7 @@ from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner import Plan
 from parallel_ops.tensor_parallel.linear.call import Overlap
 from parallel_ops.train.parallelize_model import parallelize
-from support.parallelism.layers import mesh_of
+from support.parallelism.layers import mesh_of, mesh_of_plan, whole
 
 HIDDEN, FFN = 12, 10
 
@@ -96,10 +95,6 @@ def layer(
     return {"y": y.detach(), "dx": own.grad, "part": part, "grads": grads, "load": moe.load}
 
 
-def whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
 def folder_gradients(rank: int, folder: str, text: str, tokens: Tensor, targets: Tensor, save: str) -> Tensor:
     """The loss of a Hugging Face folder's model under a plan; its gradients are saved as if they were the weights.
 
@@ -107,7 +102,7 @@ def folder_gradients(rank: int, folder: str, text: str, tokens: Tensor, targets:
         tokens, targets: ``[s, b]``, of which each data-parallel rank takes its part of the columns.
     """
     plan = Plan.parse(text)
-    mesh = mesh_of(**{name: getattr(plan, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")})
+    mesh = mesh_of_plan(plan)
     model = parallelize(Transformer(config_from_pretrained(folder), device="meta"), mesh, plan)
     model.to_empty(device="cpu")
     model.load_pretrained(folder)  # type: ignore[operator]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ops import layers
 from parallel_ops.comm import ParallelMesh, shard_sizes
+from parallel_ops.planner.plan import Plan
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 
 HIDDEN, HEADS, VOCAB = 16, 4, 30
@@ -21,6 +22,10 @@ HIDDEN, HEADS, VOCAB = 16, 4, 30
 def mesh_of(**sizes: int) -> ParallelMesh:
     """One mesh for all tests that use the ranks alike: each forms some ten process groups."""
     return ParallelMesh(**sizes)
+
+
+def mesh_of_plan(plan: Plan) -> ParallelMesh:
+    return mesh_of(**{name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")})
 
 
 def tp_mesh() -> DeviceMesh | None:

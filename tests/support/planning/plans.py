@@ -260,15 +260,11 @@ def _run(settings: Settings, resume: Path | None) -> list[Any]:
 
 def steps(rank: int, settings: Settings, resume: Path | None = None) -> Found:
     """Steps of a run, and what this rank has then."""
-    trainer, found = runs.trainer_of(settings), []
-    if resume is not None:
-        trainer.resume(resume)
-    while trainer.global_step < settings.run.steps:
-        step = trainer.step()
+    trainer, found = runs.trainer_of(settings, resume), []
+    for step in runs.taken(trainer):
         found.append((step.loss, step.grad_norm))
         if trainer.global_step == SAVED and settings.checkpoint.dir is not None:
             trainer.save()
-    trainer.loader.close()
     evaluated = trainer.evaluate() if settings.evaluates else None
     state = {name: t for name, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     weights = {plain_name(name): whole(t.detach()).cpu().float() for name, t in state.items()}

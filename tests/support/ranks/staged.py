@@ -17,7 +17,7 @@ from parallel_ops.planner.plan import SCHEDULES, Plan
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.schedule import Simulation, actions, simulate
 from parallel_ops.train import parallelize
-from support.parallelism.layers import mesh_of, whole
+from support.parallelism.layers import mesh_of_plan, whole
 from support.parallelism.pipeline import Exchanges
 
 LLAMA = TransformerConfig(
@@ -72,7 +72,7 @@ def one_process(
 def build(text: str, config: TransformerConfig, split: bool = True) -> tuple[Transformer, Pipeline, Plan, Any]:
     """This rank's stages, with the weights of one process."""
     plan = Plan.parse(text)
-    mesh = mesh_of(pp=plan.pp, dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp)
+    mesh = mesh_of_plan(plan)
     model: Any = parallelize(Transformer(config, device="meta"), mesh, plan)
     model.to_empty(device="cpu")
     torch.manual_seed(0)

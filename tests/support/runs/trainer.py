@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from parallel_ops.train import Trainer, loop
 from parallel_ops.train.checkpoint import resume
 from parallel_ops.train.config import Settings
-from parallel_ops.train.results import Result
-from support.parallelism.layers import mesh_of
+from parallel_ops.train.results import Result, Step
+from support.parallelism.layers import mesh_of_plan
 
 VOCABULARY = 31
 MODELS = {
@@ -123,20 +124,27 @@ def settings_of(data: Path, /, **sections: Any) -> Settings:
     return Settings.model_validate(base)
 
 
-def trainer_of(settings: Settings, **options: Any) -> Trainer:
-    plan = settings.plan
-    sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
-    return Trainer(settings, mesh_of(**sizes) if dist.is_initialized() else None, **options)
+def trainer_of(settings: Settings, source: Path | None = None, **options: Any) -> Trainer:
+    """A trainer of this rank, resumed from a checkpoint if one is given."""
+    trainer = Trainer(settings, mesh_of_plan(settings.plan) if dist.is_initialized() else None, **options)
+    if source is not None:
+        trainer.resume(source)
+    return trainer
+
+
+def taken(trainer: Trainer, end: int | None = None) -> Iterator[Step]:
+    """Takes the steps that are left, or those up to ``end``; the loader's thread ends after them."""
+    while trainer.global_step < (trainer.settings.run.steps if end is None else end):
+        yield trainer.step()
+    trainer.loader.close()
 
 
 def steps_of(
     rank: int, settings: Settings, resume: Path | None = None, steps: int | None = None
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of the steps that are left, or of some; a checkpoint after them if there is a folder."""
-    trainer = trainer_of(settings)
-    if resume is not None:
-        trainer.resume(resume)
-    return _stepped(trainer, settings.run.steps if steps is None else trainer.global_step + steps)
+    trainer = trainer_of(settings, resume)
+    return _stepped(trainer, None if steps is None else trainer.global_step + steps)
 
 
 def steps_of_phase(rank: int, settings: Settings, source: Path) -> tuple[list[str], list[tuple[float, float]]]:
@@ -145,12 +153,8 @@ def steps_of_phase(rank: int, settings: Settings, source: Path) -> tuple[list[st
     return trainer.begin_phase(source), _stepped(trainer, 2)
 
 
-def _stepped(trainer: Trainer, end: int) -> list[tuple[float, float]]:
-    found = []
-    while trainer.global_step < end:
-        step = trainer.step()
-        found.append((step.loss, step.grad_norm))
-    trainer.loader.close()
+def _stepped(trainer: Trainer, end: int | None) -> list[tuple[float, float]]:
+    found = [(step.loss, step.grad_norm) for step in taken(trainer, end)]
     if trainer.settings.checkpoint.dir is not None:
         trainer.save()
     return found
@@ -163,7 +167,7 @@ def steps_of_each(rank: int, settings: list[Settings]) -> list[tuple[float, floa
 
 def resumed_from_each(rank: int, settings: Settings, checkpoints: list[Path]) -> None:
     """Each rank resumes from a checkpoint of its own."""
-    trainer_of(settings).resume(checkpoints[rank])
+    trainer_of(settings, checkpoints[rank])
 
 
 def printed(rank: int, settings: Settings) -> tuple[str, str]:
@@ -175,10 +179,7 @@ def printed(rank: int, settings: Settings) -> tuple[str, str]:
 
 
 def train(rank: int, settings: Settings, resume: Path | None = None) -> Result:
-    trainer = trainer_of(settings)
-    if resume is not None:
-        trainer.resume(resume)
-    return trainer.train()
+    return trainer_of(settings, resume).train()
 
 
 def saved_while_it_changes(rank: int, settings: Settings) -> bool:
@@ -204,21 +205,20 @@ def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
     """The loss scale after each step, and which were skipped."""
     trainer = trainer_of(settings)
     scales, skipped = [], []
-    while trainer.global_step < settings.run.steps:
-        step = trainer.step()
+    for step in taken(trainer):
         loop.check_finite(trainer, step)
         scales.append(trainer.scale.scale)
         skipped.append(step.skipped)
-    trainer.loader.close()
     return scales, skipped
 
 
 def tuned(rank: int, settings: Settings, folder: Path) -> tuple[list[float], torch.Tensor]:
-    """The losses of a run, and the logits ``[s, vocabulary]`` of a row of tokens after it; saved for transformers."""
-    trainer, losses = trainer_of(settings), []
-    while trainer.global_step < settings.run.steps:
-        losses.append(trainer.step().loss)
-    trainer.loader.close()
+    """The losses of a run, and the logits ``[s, vocabulary]`` of a row of tokens after it; saved for transformers.
+
+    With a checkpoint too, if there is a folder for it.
+    """
+    trainer = trainer_of(settings)
+    losses = [loss for loss, _ in _stepped(trainer, None)]
     trainer.save_pretrained(folder)
     with torch.no_grad():
         logits = trainer.model.eval()(torch.arange(12)[:, None] % VOCABULARY)[:, 0]
@@ -251,12 +251,8 @@ def _alive() -> dict[int, torch.UntypedStorage]:
 
 def evaluated(rank: int, settings: Settings) -> list[tuple[float, float, float]]:
     """Loss and gradient norm of each step, and the loss of an evaluation after it."""
-    trainer, found = trainer_of(settings), []
-    while trainer.global_step < settings.run.steps:
-        step = trainer.step()
-        found.append((step.loss, step.grad_norm, trainer.evaluate()))
-    trainer.loader.close()
-    return found
+    trainer = trainer_of(settings)
+    return [(step.loss, step.grad_norm, trainer.evaluate()) for step in taken(trainer)]
 
 
 def saved_both_ways(rank: int, settings: Settings, folder: Path) -> None:

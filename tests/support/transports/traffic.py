@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from parallel_ops import ParallelMesh
 from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.trainer import Trainer
-from support.parallelism.layers import mesh_of
+from support.parallelism.layers import mesh_of_plan
 
 # Where a collective comes from says what it is: sums in rank order travel as other kinds.
 _SOURCES = {
@@ -140,7 +140,7 @@ def a_step(rank: int, given: dict[str, Any]) -> tuple[Counts, list[tuple[int, in
     """What a step with these settings sends, and what is held in it; see ``_sampled``."""
     settings = settings_of(given)
     plan = settings.plan
-    mesh = mesh_of(dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp, ep=plan.ep)
+    mesh = mesh_of_plan(plan)
     trainer = Trainer(settings, mesh)
     trainer.step()
     samples = _sampled(trainer)

@@ -125,9 +125,7 @@ def settings_of(folder, plan, **sections):
 
 def steps_while_it_grows(rank, settings, folder, resume=None, steps=4):
     """Losses of steps before each of which the first rank adds a file, and the parts."""
-    trainer, losses = runs.trainer_of(settings), []
-    if resume is not None:
-        trainer.resume(resume)
+    trainer, losses = runs.trainer_of(settings, resume), []
     while trainer.global_step < steps:
         if rank == 0:
             runs.write_tokens(folder / f"{trainer.global_step}.bin", seed=trainer.global_step, count=60)

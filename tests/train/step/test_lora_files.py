@@ -67,7 +67,7 @@ def test_peft_opens_the_files_and_has_the_same_logits(data, tmp_path, kind, targ
         data, model={"dir": str(tmp_path / "base")}, lora={"targets": targets}, parallel=plan, optimizer={"lr": 0.05},
         checkpoint={"dir": str(tmp_path / "runs")},
     )  # fmt: skip
-    _, logits = ranks(2).run(tuned_and_saved, settings, tmp_path / "saved")[0]
+    _, logits = ranks(2).run(runs.tuned, settings, tmp_path / "saved")[0]
     tokens = torch.arange(12)[None] % runs.VOCABULARY
     with torch.no_grad():
         before = base(tokens).logits[0]
@@ -84,17 +84,6 @@ def test_peft_opens_the_files_and_has_the_same_logits(data, tmp_path, kind, targ
         of_peft = json.loads((tmp_path / f"{folder}-by-peft" / "adapter_config.json").read_text())
         of_peft["target_modules"], config["target_modules"] = (set(c["target_modules"]) for c in (of_peft, config))
         assert {name: of_peft[name] for name in config} == config
-
-
-def tuned_and_saved(rank, settings, folder):
-    trainer, losses = runs.trainer_of(settings), []
-    while trainer.global_step < settings.run.steps:
-        losses.append(trainer.step().loss)
-    trainer.loader.close()
-    trainer.save()
-    trainer.save_pretrained(folder)
-    with torch.no_grad():
-        return losses, trainer.model.eval()(torch.arange(12)[:, None] % runs.VOCABULARY)[:, 0]
 
 
 OF_EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
@@ -133,7 +122,7 @@ def test_peft_opens_adapters_of_experts(data, tmp_path, kind, targets, modules, 
         data, model={"dir": str(tmp_path / "base")}, lora={"targets": targets}, parallel=plan, optimizer={"lr": 0.05},
         checkpoint={"dir": str(tmp_path / "runs")}, run={"steps": 3},
     )  # fmt: skip
-    _, logits = ranks(2).run(tuned_and_saved, settings, tmp_path / "saved")[0]
+    _, logits = ranks(2).run(runs.tuned, settings, tmp_path / "saved")[0]
     export(tmp_path / "runs", tmp_path / "exported")
     tokens = torch.arange(12)[None] % runs.VOCABULARY
     with torch.no_grad():
