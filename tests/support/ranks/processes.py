@@ -1,9 +1,11 @@
 """Runs of the command in processes of this machine, for tests that stop or kill some of them."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "parallel_ops", "train")
@@ -22,6 +24,16 @@ def start(folder: Path, log: Path, *arguments: str, **env: str) -> subprocess.Po
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     with log.open("wb") as out:
         return subprocess.Popen(call, cwd=folder, env=environment, stdout=out, stderr=out)
+
+
+@contextlib.contextmanager
+def running(folder: Path, log: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of ``start``, killed at the end of the block."""
+    process = start(folder, log, *arguments, **env)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 def as_rank(rank: int, ranks: int, port: int) -> dict[str, str]:

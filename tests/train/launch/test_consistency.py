@@ -23,13 +23,6 @@ KEYS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path):
-    runs.data_file(tmp_path)
-    (tmp_path / "run.toml").write_text(runs.RUN)
-    return tmp_path
-
-
 def outcomes(all_values, seconds=20.0, absent=()):
     """What each rank, here a thread, raises as it compares its values; an exception in their place is raised before."""
     store, size = HashStore(), len(all_values)

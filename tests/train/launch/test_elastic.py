@@ -6,14 +6,13 @@ A minute, most of it torchrun's waiting: only with ``--elastic``.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from support.runs import trainer as runs
+from support.ranks import processes
 
 
 class Node:
@@ -42,18 +41,14 @@ class Node:
         self.agent.wait()
 
 
-def test_nodes_go_and_come(tmp_path, request):
+def test_nodes_go_and_come(folder, request):
     if not request.config.getoption("--elastic"):
         pytest.skip("takes one to two minutes, most of it torchrun's waiting: --elastic runs it")
-    runs.data_file(tmp_path)
-    (tmp_path / "run.toml").write_text(runs.RUN)
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    nodes = [Node(tmp_path, port)]
+    port = processes.free_port()
+    nodes = [Node(folder, port)]
 
     def last():
-        file = tmp_path / "metrics.jsonl"
+        file = folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return json.loads(lines[-1])["step"] if lines else 0
 
@@ -71,12 +66,12 @@ def test_nodes_go_and_come(tmp_path, request):
 
     try:
         time.sleep(2)  # the first hosts what they meet at
-        nodes.append(Node(tmp_path, port))
+        nodes.append(Node(folder, port))
         wait(lambda: last() > 60)
         nodes[1].kill()
         resumed(1)
         assert "plan for 1 rank: dp1, zero3, b1 x 4 in the place of dp2, zero3, b1 x 2" in nodes[0].said()
-        nodes.append(Node(tmp_path, port))
+        nodes.append(Node(folder, port))
         resumed(2)
         nodes[2].agent.send_signal(signal.SIGTERM)
         resumed(3)
@@ -87,5 +82,5 @@ def test_nodes_go_and_come(tmp_path, request):
         for node in nodes:
             if node.agent.poll() is None:
                 node.kill()
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))

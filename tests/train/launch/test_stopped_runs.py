@@ -1,5 +1,6 @@
 """Whole runs of which a rank is stopped, killed or fails: they end in time, with one error that names it."""
 
+import contextlib
 import os
 import pickle
 import re
@@ -12,17 +13,9 @@ import pytest
 from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.launch.heartbeats import SLOW
 from support.ranks import processes
-from support.runs import trainer as runs
 
 # Seconds: the shortest in which a thread of a busy machine surely gets its turn.
 TIMEOUT = 10
-
-
-@pytest.fixture
-def folder(tmp_path):
-    runs.data_file(tmp_path)
-    (tmp_path / "run.toml").write_text(runs.RUN)
-    return tmp_path
 
 
 STEPS = ("--steps", "1000000", "--set", f"run.timeout={TIMEOUT}", "--set", "logging.interval=1")
@@ -35,28 +28,37 @@ def wait_for(text, logs, seconds=240):
         time.sleep(0.1)
 
 
+def last_line(log):
+    return log.read_text().splitlines()[-1]
+
+
 def wait_for_step(step, log):
     """Until a rank has taken a step, and the records, which are written once a second, have it too."""
     wait_for(f"step {step}/", [log])
     time.sleep(2.0)
 
 
+@contextlib.contextmanager
 def three(folder):
-    """Ranks that something else than the command started: the processes, and what they print."""
+    """Ranks that something else than the command started: the processes, and what they print, after three steps."""
     logs, port = [folder / f"rank-{rank}" for rank in range(3)], processes.free_port()
     options = ("--set", "parallel=dp=3,zero=3,global_batch=3", "--set", "checkpoint.dir=none")
     started = [
         processes.start(folder, log, "run.toml", *STEPS, *options, **processes.as_rank(rank, 3, port))
         for rank, log in enumerate(logs)
     ]
-    return started, logs
+    try:
+        wait_for_step(3, logs[0])
+        yield started, logs
+    finally:
+        for process in started:
+            process.kill()
 
 
 @pytest.mark.runs
 def test_a_process_of_the_command_is_stopped(folder):
     log = folder / "log"
-    run = processes.start(folder, log, "run.toml", *STEPS)
-    try:
+    with processes.running(folder, log, "run.toml", *STEPS) as run:
         wait_for_step(5, log)
         workers = processes.ranks_of(run.pid)
         assert len(workers) == 2
@@ -64,9 +66,7 @@ def test_a_process_of_the_command_is_stopped(folder):
         begin = time.monotonic()
         assert run.wait(120) == 1
         assert time.monotonic() - begin > TIMEOUT
-    finally:
-        run.kill()
-    last = log.read_text().splitlines()[-1]
+    last = last_line(log)
     assert last.startswith("error: rank 1 did not respond for 1") and "s ago: step " in last, log.read_text()
     assert f"(run.timeout is {TIMEOUT} s)" in last and "Traceback" not in log.read_text()
     assert not any(map(processes.alive, workers))
@@ -98,13 +98,10 @@ def test_a_process_of_the_command_is_stopped_after_the_last_step(folder, rank, w
     (folder / "sitecustomize.py").write_text(STOPS.format(rank=rank) + when)
     log = folder / "log"
     options = ("--steps", "2", "--set", "run.timeout=5")
-    run = processes.start(folder, log, "run.toml", *options, PYTHONPATH=str(folder))
-    try:
+    with processes.running(folder, log, "run.toml", *options, PYTHONPATH=str(folder)) as run:
         assert run.wait(240) == 1
-    finally:
-        run.kill()
     wanted = f"error: rank {rank} did not respond for {5 * SLOW} s after the last step: killed"
-    assert log.read_text().splitlines()[-1] == wanted and "Traceback" not in log.read_text()
+    assert last_line(log) == wanted and "Traceback" not in log.read_text()
     assert list(steps_in(folder / "checkpoints")) == [2]
 
 
@@ -112,16 +109,11 @@ def test_a_process_of_the_command_is_stopped_after_the_last_step(folder, rank, w
 @pytest.mark.runs
 def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
     """Rank 0 has the store of these three, and the others end without it too."""
-    started, logs = three(folder)
-    try:
-        wait_for_step(3, logs[0])
+    with three(folder) as (started, logs):
         os.kill(started[stopped].pid, signal.SIGSTOP)
         ends = [process.wait(120) for rank, process in enumerate(started) if rank != stopped]
         assert ends == [1, 1] and started[stopped].poll() is None
-    finally:
-        for process in started:
-            process.kill()
-    said = [log.read_text().splitlines()[-1] for rank, log in enumerate(logs) if rank != stopped]
+    said = [last_line(log) for rank, log in enumerate(logs) if rank != stopped]
     if stopped == 0:
         assert all(line.startswith("error: the store of the run, rank 0's, does not answer; rank ") for line in said)
     else:
@@ -132,15 +124,10 @@ def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
 @pytest.mark.runs
 def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):
     """Not stopped but killed: no timeout passes."""
-    started, logs = three(folder)
-    try:
-        wait_for_step(3, logs[0])
+    with three(folder) as (started, logs):
         started[1].kill()
         assert [started[rank].wait(120) for rank in (0, 2)] == [1, 1]
-    finally:
-        for process in started:
-            process.kill()
-    said = {logs[rank].read_text().splitlines()[-1] for rank in (0, 2)}
+    said = {last_line(logs[rank]) for rank in (0, 2)}
     wanted = "error: rank 1 is gone: killed, or on a node that is lost; rank 1's last activity: step "
     assert len(said) == 1 and said.pop().startswith(wanted)
 
@@ -184,22 +171,16 @@ def planted(folder, what):
     return {"PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
 
 
-def last_line(log):
-    return log.read_text().splitlines()[-1]
-
-
 @pytest.mark.runs
 def test_a_stage_of_a_pipeline_is_stopped_or_killed(folder):
     for number, said in ((signal.SIGSTOP, "rank 1 did not respond for"), (signal.SIGKILL, "rank 1")):
         log = folder / number.name
+        options = (*STEPS, *PIPELINE, "--set", "checkpoint.dir=none")
         environment = planted(folder, DIES.format(name=number.name))
-        run = processes.start(folder, log, "run.toml", *STEPS, *PIPELINE, "--set", "checkpoint.dir=none", **environment)
-        try:
+        with processes.running(folder, log, "run.toml", *options, **environment) as run:
             wait_for("step 2/", [log])
             workers = processes.ranks_of(run.pid)
             assert run.wait(240) == 1
-        finally:
-            run.kill()
         assert last_line(log).startswith(f"error: {said}"), log.read_text()
         assert "step 3, stage 1, micro-batch 2, forward" in last_line(log), log.read_text()
         assert not any(map(processes.alive, workers))
@@ -208,9 +189,6 @@ def test_a_stage_of_a_pipeline_is_stopped_or_killed(folder):
 @pytest.mark.runs
 def test_a_stage_of_a_pipeline_raises(folder):
     log = folder / "log"
-    run = processes.start(folder, log, "run.toml", *STEPS, *PIPELINE, **planted(folder, RAISES))
-    try:
+    with processes.running(folder, log, "run.toml", *STEPS, *PIPELINE, **planted(folder, RAISES)) as run:
         assert run.wait(240) == 1
-    finally:
-        run.kill()
     assert "a planted error" in last_line(log) and "step 3, stage 1, micro-batch 2, forward" in last_line(log)

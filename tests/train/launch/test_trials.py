@@ -11,7 +11,6 @@ import pytest
 from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.launch.heartbeats import SLOW
 from support.ranks import processes
-from support.runs import trainer as runs
 
 TIMEOUT = 20
 # What a run may take to end after a signal: the longest timeout, and what a busy machine adds.
@@ -77,12 +76,10 @@ class Trial:
 
 
 @pytest.mark.runs
-def test_signals_at_random(tmp_path, trials):
-    runs.data_file(tmp_path)
-    (tmp_path / "run.toml").write_text(runs.RUN)
+def test_signals_at_random(folder, trials):
     for seed in range(1 if trials is None else trials):
-        trial = Trial(seed, tmp_path)
-        saved = max(steps_in(tmp_path / "checkpoints"), default=None)
+        trial = Trial(seed, folder)
+        saved = max(steps_in(folder / "checkpoints"), default=None)
         run, begin = trial.start(), time.monotonic()
         try:
             workers = trial.signalled(run)
@@ -99,5 +96,5 @@ def test_signals_at_random(tmp_path, trials):
         assert not any(map(processes.alive, workers)), trial
         went_on = re.search(r"^resumes from checkpoints/step-(\d+)$", trial.said(), re.M)
         assert not went_on or int(went_on[1]) == saved, f"{trial}: {trial.said()}"
-    last = Trial(-1, tmp_path)
+    last = Trial(-1, folder)
     assert last.start().wait(START) == 0, last.said()
