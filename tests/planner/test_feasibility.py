@@ -158,3 +158,11 @@ def test_a_search_uses_the_shorter_bubble():
     first = search(LLAMA, cluster, batch=16, options=replace(options, target="parallel_ops")).best
     assert first.plan.input_grad_first and not late.plan.input_grad_first
     assert first.bubble < 0.8 * late.bubble and first.step < 0.95 * late.step
+
+
+def test_the_text_of_a_plan():
+    plan = Plan(dp=2, tp=2, zero=3, sequence_parallel=True, global_batch=4, layers_per_chunk=(3,))
+    assert plan.text == "dp=2,tp=2,zero=3,sequence_parallel=true,global_batch=4,layers_per_chunk=3"
+    assert Plan.parse(plan.text) == plan and Plan.parse("") == Plan()
+    with pytest.raises(ValueError, match="tp is given twice"):
+        Plan.parse("tp=2,tp=4")

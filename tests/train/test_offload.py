@@ -163,11 +163,6 @@ def test_graphs_that_are_walked_twice_or_dropped():
     assert found.host_bytes == 0
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.data_file(tmp_path_factory.mktemp("data"))
-
-
 def steps_with_offload(rank, each):
     """Losses and norms of two steps for each of several settings, bytes moved and bytes left in host memory."""
     found = []

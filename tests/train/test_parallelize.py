@@ -59,19 +59,25 @@ def test_any_plan_trains_as_one_process(kind, sizes, options, accumulation):
         torch.testing.assert_close(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-5, atol=0)
 
 
-def test_recomputation_keeps_fewer_bytes_and_the_same_bits():
-    config, kept, results = parallelized.MODELS["gpt"], {}, {}
-    for kind in ("none", "selective", "full"):
+def recomputed(config, kinds):
+    """Bytes that the forward keeps under each kind of recomputation; loss and gradients have the same bits."""
+    kept, results = {}, []
+    tokens, targets = torch.randint(31, (2, 8, 4), generator=torch.Generator().manual_seed(0))
+    for kind in kinds:
         torch.manual_seed(0)
         model = parallelize(Transformer(config), ParallelMesh(), Plan(dtype="fp32", recompute=kind))
-        tokens, targets = torch.randint(31, (2, 8, 4), generator=torch.Generator().manual_seed(0))
+        assert list(model.state_dict()) == list(Transformer(config).state_dict())
         kept[kind] = parallelized.saved_bytes(model, tokens, targets)
         loss = model(tokens, targets)
         loss.backward()
-        results[kind] = [loss.detach(), *(p.grad for p in model.parameters())]
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(results[-1], results[0], strict=True))
+    return kept
+
+
+def test_recomputation_keeps_fewer_bytes_and_the_same_bits():
+    kept = recomputed(parallelized.MODELS["gpt"], ("none", "selective", "full"))
     assert kept["full"] < kept["selective"] < kept["none"]
-    for kind in ("selective", "full"):
-        assert all(torch.equal(a, b) for a, b in zip(results[kind], results["none"], strict=True))
 
 
 def test_experts_alone_are_recomputed():
@@ -80,17 +86,7 @@ def test_experts_alone_are_recomputed():
         num_layers=2, hidden_size=16, num_heads=2, vocab_size=31, seq_length=8, activation="swiglu", bias=False,
         experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=24, shared_experts=1),
     )  # fmt: skip
-    tokens, targets = torch.randint(31, (2, 8, 4), generator=torch.Generator().manual_seed(0))
-    kept, results = {}, {}
-    for kind in ("none", "experts", "full"):
-        torch.manual_seed(0)
-        model = parallelize(Transformer(config), ParallelMesh(), Plan(dtype="fp32", recompute=kind))
-        assert list(model.state_dict()) == list(Transformer(config).state_dict())
-        kept[kind] = parallelized.saved_bytes(model, tokens, targets)
-        loss = model(tokens, targets)
-        loss.backward()
-        results[kind] = [loss.detach(), *(p.grad for p in model.parameters())]
-        assert all(torch.equal(a, b) for a, b in zip(results[kind], results["none"], strict=True))
+    kept = recomputed(config, ("none", "experts", "full"))
     # Of 64 rows in each of two layers: gate and up before the activation, and what comes out of it.
     assert kept["none"] - kept["experts"] == 2 * 64 * (2 + 1) * 24 * 4
     assert kept["full"] < kept["experts"]

@@ -181,24 +181,6 @@ class TestMixture:
         assert data_of(1.0) == data_of(1.0) != data_of(2.0)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"paths": []}, r"data\.paths: .* at least 1 item"),
-        ({"sources": [{"paths": ["a"], "wait": 1.0}]}, r"unknown key data\.sources\.0\.wait; nearest: weight"),
-        ({"sources": [{"paths": ["a"], "weight": 0.0}]}, r"data\.sources\.0\.weight: .* greater than 0, got 0\.0"),
-        ({"sources": "a"}, r"data\.sources: must be a list"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(data, message):
-    from parallel_ops.train.config_file import settings_of as checked
-
-    model = {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
-    with pytest.raises(ValueError, match=message) as raised:
-        checked({"model": model, "data": {"paths": ["a.bin"], **data}})
-    assert "\n" not in str(raised.value)
-
-
 def chat_data(folder):
     """Two files of conversations with prompts that do not count, as tokenize writes them."""
     from parallel_ops.tokenization import indexed

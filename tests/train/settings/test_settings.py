@@ -82,14 +82,6 @@ def test_the_plan_in_one_line_and_fields_that_other_sections_have(file):
         settings_of({**SMALL, "parallel": {"dtype": "mxfp8"}, "precision": {"linears": "bf16"}})
 
 
-def test_the_text_of_a_plan():
-    plan = Plan(dp=2, tp=2, zero=3, sequence_parallel=True, global_batch=4, layers_per_chunk=(3,))
-    assert plan.text == "dp=2,tp=2,zero=3,sequence_parallel=true,global_batch=4,layers_per_chunk=3"
-    assert Plan.parse(plan.text) == plan and Plan.parse("") == Plan()
-    with pytest.raises(ValueError, match="tp is given twice"):
-        Plan.parse("tp=2,tp=4")
-
-
 def test_a_pipeline_sends_the_input_gradient_first(file):
     assert read_settings(file, ["parallel.pp=2"]).plan.input_grad_first
     assert not read_settings(file, ["parallel.pp=1"]).plan.input_grad_first
@@ -128,6 +120,13 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("optimizer.betas=0.9", r"optimizer\.betas: must be a list: betas = \[0\.9\]"),
         ("checkpoint.interval=5", "checkpoint.dir is needed with checkpoint.interval"),
         ("run.seed=7\noptimizer.lr=1", r"run.seed: input should be a valid integer, got '7\\noptimizer.lr=1'"),
+        ("data.paths=[]", r"data\.paths: .* at least 1 item"),
+        ("data.sources=[{paths=['a'],wait=1.0}]", r"unknown key data\.sources\.0\.wait; nearest: weight"),
+        ("data.sources=[{paths=['a'],weight=0.0}]", r"data\.sources\.0\.weight: .* greater than 0, got 0\.0"),
+        ("data.sources=a", r"data\.sources: must be a list"),
+        ("optimizer.groups=[{lr_ratio=1.0}]", r"optimizer\.groups\.0\.match is missing"),
+        ("optimizer.groups=[{match='a',rate=1.0}]", r"unknown key optimizer\.groups\.0\.rate; nearest: lr_ratio|known"),
+        ("optimizer.groups=[{match='a',lr_ratio=-1.0}]", r"optimizer\.groups\.0\.lr_ratio: .* greater than or"),
         ("run=3", "--set takes section.key=value, got 'run=3'"),
     ],
 )

@@ -65,7 +65,7 @@ def test_tensor_and_pipeline_parallel_ranks_are_as_one(data, plan, bias):
     model = MODEL | {"bias": bias}
     want = torch.tensor(runs.steps_of(0, settings_of(data, model=model)))
     settings = settings_of(data, model=model, parallel=plan)
-    for steps in ranks(plan.get("tp", 1) * plan.get("pp", 1) * plan.get("dp", 1)).run(runs.steps_of, settings):
+    for steps in ranks(settings.plan.gpus).run(runs.steps_of, settings):
         got = torch.tensor(steps)
         torch.testing.assert_close(got[:, 0], want[:, 0], rtol=2e-3, atol=0)
         torch.testing.assert_close(got[:2, 1], want[:2, 1], rtol=1e-2, atol=0)  # gradient norms

@@ -74,8 +74,8 @@ def test_any_plan_takes_the_steps_of_one_process(data, kind, plans):
     want = runs.steps_of(0, settings_of(data, **plain), steps=3)
     assert want[-1][0] < want[0][0]
     for plan in plans:
-        processes = plan.get("tp", 1) * plan.get("dp", 1) * plan.get("cp", 1) * plan.get("pp", 1)
-        got = ranks(processes).run(runs.steps_of, settings_of(data, **plain, parallel=plan), None, 3)
+        settings = settings_of(data, **plain, parallel=plan)
+        got = ranks(settings.plan.gpus).run(runs.steps_of, settings, None, 3)
         np.testing.assert_allclose(got[0], want, rtol=1e-4, err_msg=str(plan))
 
 
