@@ -86,7 +86,7 @@ def with_plan_in_sections(given: Any) -> Any:
         try:
             parallel = parse_fields(parallel, "parallel", PLAN_FIELDS)
         except ValueError as error:
-            raise key_error(("parallel",), str(error)) from None
+            raise key_error("parallel", str(error)) from None
     if not isinstance(parallel, dict):
         return given
     out = {**given, "parallel": dict(parallel)}
@@ -100,6 +100,6 @@ def with_plan_in_sections(given: Any) -> Any:
             wanted = {"dtype": "bf16", "linears": value}
         for place, part in wanted.items():
             if own.get(place, part) != part:
-                raise key_error((section, place), f"is {own[place]!r}, but parallel.{name} is {value!r}")
+                raise key_error(f"{section}.{place}", f"is {own[place]!r}, but parallel.{name} is {value!r}")
         out[section] = {**own, **wanted}
     return out

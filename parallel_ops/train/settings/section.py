@@ -64,7 +64,8 @@ def _optional(annotation: Any) -> bool:
     return is_union and type(None) in typing.get_args(annotation)
 
 
-def key_error(place: tuple[str, ...], message: str) -> ValidationError:
-    """A pydantic error of one key."""
+def key_error(key: str, message: str) -> ValidationError:
+    """A pydantic error of one key, ``section.key``, or of a section."""
     problem = PydanticCustomError("parallel_ops", "{message}", {"message": message})
-    return ValidationError.from_exception_data("Settings", [InitErrorDetails(type=problem, loc=place, input=None)])
+    found = InitErrorDetails(type=problem, loc=tuple(key.split(".")), input=None)
+    return ValidationError.from_exception_data("Settings", [found])

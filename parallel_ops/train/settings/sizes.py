@@ -8,7 +8,7 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.planner.plan import Plan
 
 # The key that is wrong, and the reason.
-Problems = Iterator[tuple[tuple[str, ...], str]]
+Problems = Iterator[tuple[str, str]]
 
 
 def float8_problems(config: TransformerConfig, tp: int, multiples: dict[str, int], at_the_ends: int) -> Problems:
@@ -24,7 +24,7 @@ def float8_problems(config: TransformerConfig, tp: int, multiples: dict[str, int
             if size % multiple:
                 other = 'precision.experts = "bf16" keeps them in 16 bits'
                 yield (
-                    ("precision", "experts"),
+                    "precision.experts",
                     f"needs sizes of experts that {multiple} divides: {name} is {size}; {other}",
                 )
     if not (multiple := multiples.get("linears")):
@@ -42,10 +42,7 @@ def float8_problems(config: TransformerConfig, tp: int, multiples: dict[str, int
             rows //= min(tp, config.resolved_num_kv_heads) if name.endswith((".k", ".v")) else tp
         if rows % multiple or columns % multiple:
             found = f"{name} has {columns} x {rows}"
-            yield (
-                ("precision", "linears"),
-                f"needs sizes of linears that {multiple} divides on each rank of tp: {found}",
-            )
+            yield "precision.linears", f"needs sizes of linears that {multiple} divides on each rank of tp: {found}"
             return
 
 
@@ -58,23 +55,20 @@ def size_problems(config: TransformerConfig, plan: Plan, length: int, row: int) 
     kv_heads = config.resolved_num_kv_heads
     for name, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.resolved_ffn_hidden_size)):
         if size % plan.tp:
-            yield ("model", name), f"is {size}, which tp={plan.tp} must divide"
+            yield f"model.{name}", f"is {size}, which tp={plan.tp} must divide"
     if kv_heads % plan.tp and plan.tp % kv_heads:
-        yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
+        yield "model.num_kv_heads", f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
     if length > config.seq_length:
         longer = "; model.seq_length sets more" if config.positions == "rotary" else ""
-        yield (
-            ("data", "seq_length"),
-            f"is {length}, but the model's sequences have at most {config.seq_length}{longer}",
-        )
+        yield "data.seq_length", f"is {length}, but the model's sequences have at most {config.seq_length}{longer}"
     for name, rows in (("vocab_size", config.vocab_size), ("seq_length", config.seq_length)):
         has_table = name == "vocab_size" or config.positions == "learned"
         if has_table and (plan.tp - 1) * -(-rows // plan.tp) >= rows:
-            yield ("model", name), f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
+            yield f"model.{name}", f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
     if plan.tp > 1 and plan.sequence_parallel and row % (plan.tp * plan.cp):
-        yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
+        yield "data.seq_length", f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
     if plan.cp_kind == "all_to_all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
-        yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
+        yield "model.num_kv_heads", f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
 
 
 def expert_problems(config: TransformerConfig, plan: Plan, length: int, row: int) -> Problems:
@@ -82,17 +76,17 @@ def expert_problems(config: TransformerConfig, plan: Plan, length: int, row: int
     experts = config.experts
     if experts is None:
         if plan.ep > 1:
-            yield ("parallel", "ep"), f"must be 1 for a model without experts, got {plan.ep}"
+            yield "parallel.ep", f"must be 1 for a model without experts, got {plan.ep}"
         if plan.recompute == "experts":
-            yield ("recompute", "kind"), "must not be 'experts' for a model without experts"
+            yield "recompute.kind", "must not be 'experts' for a model without experts"
         return
     if (shared := experts.shared_experts * experts.ffn_hidden_size) % plan.tp:
-        yield ("model", "experts"), f"have shared experts of width {shared} together, which tp={plan.tp} must divide"
+        yield "model.experts", f"have shared experts of width {shared} together, which tp={plan.tp} must divide"
     if experts.num_experts % plan.ep:
-        yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
+        yield "parallel.ep", f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
     if experts.capacity_factor is not None and plan.ep > 1 and row % plan.cp:
         yield (
-            ("data", "seq_length"),
+            "data.seq_length",
             f"is {length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
             "capacity on all ranks",
         )
