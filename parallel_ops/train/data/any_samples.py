@@ -21,6 +21,8 @@ class AnySamples(abc.ABC):
         extended: Keys of ``described`` that may have more in them later.
     """
 
+    stream: TokenStream
+    in_epoch: int
     seq_length: int
     seed: int | None
     document_mask: bool
@@ -28,14 +30,6 @@ class AnySamples(abc.ABC):
     masked: bool
     ignores: bool
     extended: tuple[str, ...] = ()
-
-    @property
-    @abc.abstractmethod
-    def stream(self) -> TokenStream: ...
-
-    @property
-    @abc.abstractmethod
-    def in_epoch(self) -> int: ...
 
     @abc.abstractmethod
     def samples(self, numbers: range) -> list[Sequence]:

@@ -65,7 +65,7 @@ class Growing(Composite):
         return self._firsts[-1]
 
     @property
-    def stream(self) -> TokenStream:
+    def stream(self) -> TokenStream:  # type: ignore[override]
         """The documents of all files that are known."""
         found = self._joined(file for part in self.parts for file in part)
         found.skipped = self._skipped
@@ -76,7 +76,7 @@ class Growing(Composite):
         return any(part.masked for part in self._samples)
 
     @property
-    def in_epoch(self) -> int:
+    def in_epoch(self) -> int:  # type: ignore[override]
         return sum(part.in_epoch for part, files in zip(self._samples, self.parts, strict=True) if files)
 
     def reach(self, samples: int, agree: Agree[list[File]]) -> None:

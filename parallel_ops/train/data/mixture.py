@@ -31,20 +31,13 @@ class Mixture(Composite):
         first = self.sources[0]
         self.seq_length, self.seed = first.seq_length, first.seed
         self.document_mask, self.shuffle = first.document_mask, first.shuffle
-        self._stream = TokenStream.of([file for source in self.sources for file in source.stream.files])
-        self._stream.skipped = [path for source in self.sources for path in source.stream.skipped]
+        self.stream = TokenStream.of([file for source in self.sources for file in source.stream.files])
+        self.stream.skipped = [path for source in self.sources for path in source.stream.skipped]
+        self.in_epoch = sum(source.in_epoch for source in self.sources)
         self.masked = any(source.masked for source in self.sources)
         self.ignores = any(source.ignores for source in self.sources)
         self._source, self._rank = _cycle(self.weights)
         self._quota = np.bincount(self._source, minlength=len(self.sources))
-
-    @property
-    def stream(self) -> TokenStream:
-        return self._stream
-
-    @property
-    def in_epoch(self) -> int:
-        return sum(source.in_epoch for source in self.sources)
 
     def place(self, number: int) -> tuple[Samples, int]:
         cycle, own = divmod(number, _CYCLE)

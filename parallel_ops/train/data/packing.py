@@ -46,24 +46,17 @@ class Samples(AnySamples):
         self, stream: TokenStream, *, seq_length: int, seed: int | None, document_mask: bool = False,
         shuffle: bool = True, best_fit: bool = False, prompt_loss: bool = False,
     ) -> None:  # fmt: skip
-        self._stream, self.seq_length, self.seed = stream, seq_length, seed
+        self.stream, self.seq_length, self.seed = stream, seq_length, seed
         self.document_mask, self.shuffle = document_mask, shuffle and seed is not None
         self.packing = Packing(stream.lengths, seq_length) if best_fit else None
         if self.packing is None and len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
+        self.in_epoch = (len(stream) - 1) // seq_length if self.packing is None else len(self.packing)
         self.masked = stream.masked and not prompt_loss
         self.ignores = document_mask or best_fit or self.masked
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
-
-    @property
-    def stream(self) -> TokenStream:
-        return self._stream
-
-    @property
-    def in_epoch(self) -> int:
-        return (len(self.stream) - 1) // self.seq_length if self.packing is None else len(self.packing)
 
     @property
     def fill(self) -> str:
