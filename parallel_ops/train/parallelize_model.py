@@ -36,6 +36,8 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.train.offload import LEAST_BYTES, Offload, offload_activations
 from parallel_ops.train.recompute import KINDS, recompute
 
+# Fields of a plan that are sizes of its mesh.
+MESH_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -140,7 +142,7 @@ def _plan_of(mesh: ParallelMesh) -> Plan:
 
 def check_sizes(caller: str, mesh: ParallelMesh, plan: Plan) -> None:
     """ValueError: The mesh has other sizes than the plan."""
-    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+    for name in MESH_SIZES:
         if mesh.size(name) != getattr(plan, name):
             raise ValueError(f"{caller}: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
 

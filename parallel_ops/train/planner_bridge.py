@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,15 +84,13 @@ def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
     """The planner's memory of each rank, a GPU or a process on CPUs, without Python and torch themselves; of a pipeline
     that of the rank that needs most."""
     model, plan = model_of(settings), counted_plan(settings)
-
-    def most(stages: Sequence[StageMemory]) -> StageMemory:
-        return max(stages, key=lambda stage: stage.total)
-
     if gpu:
         own = os.environ.get("PARALLEL_OPS_TRANSPORT") == "nccl"
-        return most(memory(model, plan, runtime=process_bytes(plan, own_transport=own)))
-    whole = element_bytes(plan) * model.seq_length * plan.micro_batch / plan.cp * model.vocab_size / plan.tp
-    return most(memory(model, plan, logit_chunk=min(CHUNK_BYTES["cpu"], whole), runtime=0.0))
+        stages = memory(model, plan, runtime=process_bytes(plan, own_transport=own))
+    else:
+        whole = element_bytes(plan) * model.seq_length * plan.micro_batch / plan.cp * model.vocab_size / plan.tp
+        stages = memory(model, plan, logit_chunk=min(CHUNK_BYTES["cpu"], whole), runtime=0.0)
+    return max(stages, key=lambda stage: stage.total)
 
 
 def memory_problem(settings: Settings, device: Device) -> str | None:

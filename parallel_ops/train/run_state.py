@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
 
 class RunState(abc.ABC):
-    """The state of a run.
+    """The state of a run; its public attributes: see ``Trainer``.
 
     Attributes:
-        global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
-        saved_step: Step of the newest checkpoint of this run; -1 for none.
         rank, world: This process and the number of processes.
         writers: Group of the checkpoints' messages; ``None`` for one process.
-        evaluation_loss: Loss of the evaluation after the last step, if there was one.
-        origin: The checkpoint from which the run was resumed, if it was named.
         wandb_run: Id of the run at Weights & Biases, on rank 0; ``None`` before it has one.
-        own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
-        eager_reason: Why ``run.cuda_graph`` captures nothing; ``None`` if it does, or is off.
     """
 
     settings: "Settings"

@@ -88,7 +88,8 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     # For ``export`` and ``inspect``, which have no settings file.
     rest["settings"] = trainer.settings.model_dump(mode="json", exclude_unset=True)
     rest["optimizer"] = trainer.settings.optimizer.kind
-    rest["model"] = _plain_config(trainer)
+    # With what matters to training alone, such as auxiliary losses.
+    rest["model"] = _plain(trainer.model.config) if isinstance(trainer.model, Transformer) else None
     rest["dtype"] = trainer.settings.precision.dtype
     rest["config_json"] = getattr(trainer.model, "loaded_options", {})
     if (lora := trainer.settings.lora) is not None:
@@ -213,8 +214,13 @@ def shape_of(config: TransformerConfig) -> dict[str, Any]:
     """The description of a model in a checkpoint."""
     if config.experts is not None:
         config = dataclasses.replace(config, experts=config.experts.untrained())
-    described: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return described
+    return _plain(config)
+
+
+def _plain(config: TransformerConfig) -> dict[str, Any]:
+    """A configuration in JSON's types."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
 
 
 def _base_digest(trainer: "RunState") -> str:
@@ -239,14 +245,6 @@ def model_of(trainer: "RunState") -> dict[str, Any]:
     if (lora := trainer.settings.lora) is not None:
         described[LORA] = {"rank": lora.rank, "alpha": lora.alpha, "linears": adapted_linears(trainer.model)}
     return described
-
-
-def _plain_config(trainer: "RunState") -> dict[str, Any] | None:
-    """The model's configuration with what matters to training alone, such as auxiliary losses."""
-    if not isinstance(trainer.model, Transformer):
-        return None
-    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(trainer.model.config)))
-    return found
 
 
 def _data_of(trainer: "RunState") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallel_ops._internal.command_line import fail, unbroken_output, waiting
+from parallel_ops._internal.command_line import INTERRUPTED, fail, unbroken_output, waiting
 from parallel_ops._internal.files import read_toml
 from parallel_ops.planner.results import DEVICE_MEMORY
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
@@ -112,7 +112,6 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
     except PLAIN as error:
         _clear_line()
         fail(error, FAILED)
-    code = launch.exit_code(stopped)
     result = stopped.result
     if stopped.signal and first_rank():
         saved = f"; {result.checkpoint} has it, resume with --resume" if result and result.checkpoint else ""
@@ -121,7 +120,7 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
             f"stopped by {stopped.signal}"
             + (f" after step {result.step}{saved}" if result else " at once, without a checkpoint")
         )
-    return code
+    return INTERRUPTED if stopped.signal == "SIGINT" else 0
 
 
 def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +69,7 @@ class Comparison:
     def __enter__(self) -> "Comparison":
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not isinstance(error, Disagreement):
             self.fail(error)
 

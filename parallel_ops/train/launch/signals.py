@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # Seconds in which a repeated signal is ignored: under torchrun Ctrl-C arrives from the terminal and from torchrun.
@@ -34,9 +34,7 @@ class GracefulShutdown:
             self._before = {number: signal.signal(number, self._note) for number in stop_signals()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
-from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
@@ -21,7 +20,7 @@ from parallel_ops.train.data.any_samples import AnySamples
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
+from parallel_ops.train.launch.rendezvous import agent_has_store, first_rank, under_torchrun
 from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import is_lost
 from parallel_ops.train.launch.worker import propagate, run_rank
@@ -137,7 +136,7 @@ def _report(message: str) -> None:
 
 def _under_torchrun(settings: Settings, start: Start) -> Stopped:
     stopping = GracefulShutdown()
-    if start.elastic and first_rank() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if start.elastic and first_rank() and agent_has_store():
         print(_SHARED, file=sys.stderr, flush=True)
     try:
         result = run_rank(settings, start, stopping, _report)
@@ -152,8 +151,3 @@ def _under_torchrun(settings: Settings, start: Start) -> Stopped:
         time.sleep(_NOTICE)
         raise Failure(f"{result.stopped} on another node after step {result.step}: restarting without it")
     return Stopped(result, result.stopped)
-
-
-def exit_code(stopped: Stopped) -> int:
-    """The exit code of the process."""
-    return INTERRUPTED if stopped.signal == "SIGINT" else 0

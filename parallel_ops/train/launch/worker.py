@@ -22,6 +22,7 @@ from parallel_ops.train.launch.rendezvous import first_rank, meet, under_torchru
 from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.launch.signals import GracefulShutdown
 from parallel_ops.train.launch.watchdog import Activity, Watchdog, group_timeout, longest
+from parallel_ops.train.parallelize_model import MESH_SIZES
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import Result
 from parallel_ops.train.step.optimizer import hide_hint
@@ -109,16 +110,8 @@ def joined(
     limit = group_timeout(timeout)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-        mesh = ParallelMesh(
-            pp=plan.pp,
-            dp_replicate=plan.dp_replicate,
-            dp_shard=plan.dp_shard,
-            cp=plan.cp,
-            tp=plan.tp,
-            ep=plan.ep,
-            timeout=limit,
-        )
-        yield mesh, watch.activity
+        sizes = {name: getattr(plan, name) for name in MESH_SIZES}
+        yield ParallelMesh(**sizes, timeout=limit), watch.activity
         watch.activity("ending", slow=True)
         dist.destroy_process_group()
     except Exception as error:

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from parallel_ops.train.report.outputs import warn
@@ -109,9 +108,7 @@ class Metrics:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else error
                 warn(f"{name}: {reason}; the run goes on")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._optional("closing the logs"):
             self._files.close()
         if self.trainer.rank == 0 and self.settings.plot is not None and self.records:

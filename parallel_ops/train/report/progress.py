@@ -10,7 +10,6 @@ import sys
 import time
 from datetime import timedelta
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,9 +93,7 @@ class Progress:
             seconds = self._last - self._start
             print(description.text(description.end_lines(self.trainer, result, self._first, seconds)), flush=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
