@@ -101,19 +101,12 @@ def report(path: Path, cluster: Cluster, measured: Measured) -> None:
     """Prints what was found."""
     console = Console(width=100)
     gpu, constants = cluster.gpu, dict(cluster.constants)
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("measured", "", "share"):
-        table.add_column(column)
-    peak = gpu.peak(measured.dtype)
-    table.add_row(
-        f"{measured.dtype} products", f"{peak * constants['matmul'] / 1e12:.3g} TFLOP/s", f"{constants['matmul']:.0%}"
-    )
-    for name in ("flash_forward", "flash_backward"):
-        table.add_row(
-            name.replace("flash_", "attention, "),
-            f"{peak * constants[name] / 1e12:.3g} TFLOP/s",
-            f"{constants[name]:.0%}",
-        )
+    table = Table("measured", "", "share", box=box.SIMPLE_HEAD)
+    products = {"matmul": f"{measured.dtype} products"}
+    products |= {"flash_forward": "attention, forward", "flash_backward": "attention, backward"}
+    for name, label in products.items():
+        rate = gpu.peak(measured.dtype) * constants[name]
+        table.add_row(label, f"{rate / 1e12:.3g} TFLOP/s", f"{constants[name]:.0%}")
     table.add_row("memory", f"{gpu.bandwidth * constants['memory'] / 1e9:.3g} GB/s", f"{constants['memory']:.0%}")
     table.add_row("elementwise traffic", f"{constants['elementwise']:.2f} times the planner's count", "")
     if cluster.gpus > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from parallel_ops._internal.command_line import INTERRUPTED, fail, unbroken_output, waiting
 from parallel_ops._internal.files import read_toml
@@ -141,10 +141,8 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     lines = description.plan_lines(settings, where, expected.model.parameters)
     console.print(f"{description.text(lines, console.width)}\n", highlight=False, markup=False)
     found = rank_memory(settings, gpu=gpu)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("each rank holds")
-    table.add_column("bytes", justify="right")
-    table.add_column("", justify="right")
+    sizes = [Column(header, justify="right") for header in ("bytes", "")]
+    table = Table("each rank holds", *sizes, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in DEVICE_MEMORY:
         if size := getattr(found, name):
             table.add_row(name if gpu or name != "runtime" else "allocator", f"{size:,.0f}", _size(size))
