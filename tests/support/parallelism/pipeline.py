@@ -1,7 +1,10 @@
 """Two pipeline stages on each of two ranks, each a layer over two tensor-parallel ranks, under torch's schedules."""
 
 import collections
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,7 +79,7 @@ def step(
     # A rank of a stage holds half of the tokens; both get the same here.
     x, target = torch.randn(2, BATCH, 4, 32, generator=generator).unbind()
     losses: list[Tensor] = []
-    with Exchanges() as exchanges:
+    with counted_exchanges() as made:
         if mesh.rank("pp") == 0:
             run.step(x.requires_grad_(), target=target, losses=losses)
         else:
@@ -86,7 +89,7 @@ def step(
         for stage in stages
         for name, p in stage.submod.named_parameters()
     }
-    return grads, [loss.item() for loss in losses], dict(exchanges.made)
+    return grads, [loss.item() for loss in losses], dict(made)
 
 
 def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[str]]:
@@ -115,29 +118,23 @@ def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[s
     return chained
 
 
-class Exchanges:
+@contextlib.contextmanager
+def counted_exchanges() -> Iterator[collections.Counter[str]]:
     """Counts the exchanges that overlapped linears make, by op."""
+    made: collections.Counter[str] = collections.Counter()
+    init, collective = _chunked.Exchange.__init__, C10dTransport._collective
 
-    def __init__(self) -> None:
-        self.made: collections.Counter[str] = collections.Counter()
+    def counting(exchange: Any, op: str, *args: Any) -> None:
+        made[op] += 1
+        init(exchange, op, *args)
 
-    def __enter__(self) -> "Exchanges":
-        self._init, self._collective, made = _chunked.Exchange.__init__, C10dTransport._collective, self.made
-        init, collective = self._init, self._collective
+    def counting_collectives(transport: Any, op: str, *args: Any) -> Any:
+        handle = collective(transport, op, *args)
+        made[op] += handle is not None
+        return handle
 
-        def counting(exchange: Any, op: str, *args: Any) -> None:
-            made[op] += 1
-            init(exchange, op, *args)
-
-        def counting_collectives(transport: Any, op: str, *args: Any) -> Any:
-            handle = collective(transport, op, *args)
-            made[op] += handle is not None
-            return handle
-
-        _chunked.Exchange.__init__ = counting  # type: ignore[method-assign]
-        C10dTransport._collective = counting_collectives  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _chunked.Exchange.__init__ = self._init  # type: ignore[method-assign]
-        C10dTransport._collective = self._collective  # type: ignore[method-assign]
+    with (
+        mock.patch.object(_chunked.Exchange, "__init__", counting),
+        mock.patch.object(C10dTransport, "_collective", counting_collectives),
+    ):
+        yield made

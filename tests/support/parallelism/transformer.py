@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, config_from_pretrained
 from parallel_ops.models.huggingface import streaming, tensor_files
+from support.parallelism.layers import local, whole
 
 GPT2 = TransformerConfig(
     vocab_size=61, seq_length=24, num_layers=2, hidden_size=48, num_heads=4, ffn_hidden_size=80, init_std=0.3
@@ -54,17 +54,12 @@ def sample(length: int = 24, batch: int = 3, vocab: int = 61) -> tuple[Tensor, T
     return torch.randint(vocab, (2, length, batch), generator=generator).unbind()
 
 
-def whole(t: Tensor | None) -> Tensor:
-    assert t is not None
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-
-
 def state(model: Transformer) -> dict[str, Tensor]:
-    return {name: whole(t) for name, t in model.state_dict().items()}
+    return {name: whole(t).detach().clone() for name, t in model.state_dict().items()}
 
 
 def gradients(model: Transformer) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {name: whole(p.grad).detach().clone() for name, p in model.named_parameters()}
 
 
 def step(rank: int, name: str, sequence_parallel: bool) -> dict[str, Any]:
@@ -134,12 +129,9 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
         read += part.numel()
         return part
 
-    tensor_files.Files.read = counted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(tensor_files.Files, "read", counted):
         model = Transformer.from_pretrained(folder, tp_mesh=mesh()).eval()
-    finally:
-        tensor_files.Files.read = original  # type: ignore[method-assign]
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.state_dict().values())
+    held = sum(local(p).numel() for p in model.state_dict().values())
     with torch.no_grad():
         logits = [model(tokens)]
         if dist.is_initialized():
@@ -158,15 +150,11 @@ def refused(rank: int, folders: list[str], good: str) -> list[tuple[str, str, bo
         try:
             model.load_pretrained(folder)
         except (ValueError, OSError) as error:
-            same = all(torch.equal(_local(a), _local(b)) for a, b in zip(before, model.parameters(), strict=True))
+            same = all(torch.equal(local(a), local(b)) for a, b in zip(before, model.parameters(), strict=True))
             results.append((type(error).__name__, str(error), same))
         else:
             results.append(("nothing", "", False))
     return results
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def saved_over(rank: int, good: str, place: str) -> None:

@@ -18,7 +18,7 @@ from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.schedule import Simulation, actions, simulate
 from parallel_ops.train import parallelize
 from support.parallelism.layers import mesh_of_plan, whole
-from support.parallelism.pipeline import Exchanges
+from support.parallelism.pipeline import counted_exchanges
 
 LLAMA = TransformerConfig(
     vocab_size=61, seq_length=24, num_layers=8, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -129,12 +129,15 @@ def work(rank: int, text: str, split: bool) -> tuple[dict[str, int], dict[str, i
     _, pipeline, plan, mesh = build(text, config, split)
     given = inputs_of(config, plan, mesh.rank("dp"), False)
     pipeline.step(given, lambda _: 1.0)
-    with Exchanges() as exchanges, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with (
+        counted_exchanges() as made,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
         pipeline.step(given, lambda _: 1.0)
     # ``key_averages`` takes ten times as long as the step.
     counted = collections.Counter(event.name() for event in profile.profiler.kineto_results.events())  # type: ignore[union-attr]
     names = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "parallel_ops::flash_attention")
-    return {name: counted[name] for name in names if counted[name]}, dict(exchanges.made)
+    return {name: counted[name] for name in names if counted[name]}, dict(made)
 
 
 def draws(seed: int, count: int) -> list[tuple[str, str, bool]]:
