@@ -249,18 +249,6 @@ def test_the_forecast_counts_it(data):
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"recompute": {"kind": "selective", "offload": "all"}}, r"recompute\.offload.*must be 'inputs'"),
-        ({"recompute": {"offload": "inputs"}, "run": {"compile": True}}, r"run\.compile.*must be false with"),
-    ],
-)
-def test_wrong_settings(data, sections, message):
-    with pytest.raises(ValueError, match=r"(?s)" + message):
-        runs.settings_of(data, **sections)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kind": "some"}, "kind must be one of 'none', 'inputs', 'all', got 'some'"),

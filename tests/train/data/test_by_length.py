@@ -89,32 +89,11 @@ def test_windows_learned_positions_and_dropout_train(documents):
 
 def groups_of(rank):
     mesh = mesh_of(dp_shard=2, cp=2)
-    found = mesh.parts("loss")
-    again = mesh.parts("loss")
-    return {size: None if group is None else dist.get_process_group_ranks(group) for size, group in found.items()}, [
-        found[size] is again[size] for size in found
-    ]
+    found, again = mesh.parts("loss"), mesh.parts("loss")
+    members = {size: None if g is None else dist.get_process_group_ranks(g) for size, g in found.items()}
+    return members, [found[size] is again[size] for size in found]
 
 
 def test_the_groups_of_a_mesh_are_aligned():
     for rank, (found, same) in enumerate(ranks(4).run(groups_of)):
         assert found == {1: None, 2: [rank // 2 * 2, rank // 2 * 2 + 1], 4: [0, 1, 2, 3]} and all(same)
-
-
-@pytest.mark.parametrize(
-    ("plan", "sections", "error"),
-    [
-        ({"pp": 2, "cp": 2, "cp_layout": "auto"}, {}, "must not be auto with pp"),
-        ({"dp": 2}, {"data": {"document_mask": False}}, "by_length needs data.document_mask"),
-        ({}, {}, "by_length needs an even dp"),
-        ({"dp": 2, "pp": 2}, {}, "by_length needs parallel.pp of 1"),
-        ({"dp": 2, "tp": 2, "sequence_parallel": True}, {}, "by_length needs sequence_parallel of false"),
-        ({"cp": 2, "cp_kind": "all_to_all"}, {}, "by_length needs parallel.cp_kind of ring"),
-        ({"dp": 2}, {"model": {"experts": runs.MODELS["experts"]["experts"]}}, "by_length needs a model without"),
-        ({"dp": 2}, {"model": {"prediction_layers": 1}}, "by_length needs no prediction_layers"),
-        ({"dp": 2}, {"run": {"compile": True}}, "by_length needs run.compile of false"),
-    ],
-)
-def test_what_does_not_go_with_them_is_refused(documents, plan, sections, error):
-    with pytest.raises(ValueError, match=error):
-        settings_of(documents, plan, **sections)

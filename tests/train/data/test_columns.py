@@ -28,10 +28,8 @@ def test_what_counts(tmp_path):
     mask = [[True, True, True, False], [], [True, True]]
     read = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, labels=labels, assistant_masks=mask, id=[1, 2, 3])])
     assert read.masked and read.share_counted == 2 / 6 and read.files[0].masks == ["labels", "assistant_masks"]
-    assert read.counted(0, 1, 3).tolist() == [False, True, False] and read.counted(2, 0, 2).tolist() == [
-        False,
-        True,
-    ]
+    assert read.counted(0, 1, 3).tolist() == [False, True, False]
+    assert read.counted(2, 0, 2).tolist() == [False, True]
     assert [why for _, why in read.skipped] == ["its column id"]
     assert not TokenStream([tmp_path / "d"], masked=False).masked
     assert TokenStream([tmp_path / "d"], ignore=["labels"]).share_counted == 5 / 6

@@ -159,10 +159,3 @@ def test_any_mesh_takes_the_same_samples_and_resumes(tmp_path):
         resumed.append(ranks(1).run(steps_while_it_grows, settings, tmp_path / name, tmp_path / f"{name}-runs", 7)[0])
     np.testing.assert_allclose(resumed[0][0], resumed[1][0], rtol=1e-5)
     assert resumed[0][1] == resumed[1][1] and resumed[0][1][: len(parts["one"])] == parts["one"]
-
-
-def test_settings_that_do_not_fit(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.growing\s+needs data\.paths: a mixture"):
-        runs.settings_of("tokens.bin", data={"sources": [{"paths": ["a"], "weight": 1.0}], "growing": True})
-    with pytest.raises(ValueError, match=r"evaluation\.share\s+must be 0 with data\.growing"):
-        runs.settings_of("a", data={"growing": True}, evaluation={"share": 0.1})

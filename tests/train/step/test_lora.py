@@ -137,24 +137,6 @@ def test_the_first_step_is_of_the_base(data):
     assert adapted[0][0] == pytest.approx(base[0][0], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"lora": {"targets": ["qproj"]}}, r"'qproj' matches no linear; their names are like layers\.0\.attention\.q "),
-        ({"parallel": {"cp": 2}, "lora": {"dropout": 0.1}}, r"needs parallel\.cp of 1, got 2"),
-        ({"model": {**LLAMA, "freeze": ["tokens.*"]}}, "must be left out with lora"),
-        (
-            {"model": runs.MODELS["deepseek"], "lora": {"dropout": 0.1}},
-            r"need dropout of 0, as peft's do, got 0\.1 for layers\.1\.mlp\.experts\.gate_up",
-        ),
-        ({"model": runs.MODELS["deepseek"], "lora": {"targets": ["layers.2.*"]}}, r"'layers\.2\.\*' matches no linear"),
-    ],
-)
-def test_what_does_not_work_is_refused(data, sections, message):
-    with pytest.raises(ValueError, match=message):
-        settings_of(data, **sections)
-
-
 def test_a_model_of_ones_own_is_refused(data):
     with pytest.raises(ValueError, match=r"lora needs settings\.model"):
         runs.trainer_of(settings_of(data), model=torch.nn.Linear(1, 1))

@@ -59,30 +59,3 @@ def test_ranks_that_do_not_all_trace(data, tmp_path):
     traced = settings_of(data, {"pp": 2}, logging={"trace": str(tmp_path)})
     for outcome in ranks(2).outcomes(runs.steps_of_each, [traced, settings_of(data, {"pp": 2})]):
         assert outcome.type == "Disagreement" and "logging.trace" in outcome.message
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"pp": 4, "schedule": "zb-v"}, r"pp \* virtual_stages is 8 stages, but the model has 4 layers; nearest: "),
-        (
-            {"pp": 2, "schedule": "interleaved", "micro_batch": 8},
-            r"parallel\.global_batch\s+interleaved 1F1B needs micro-b.* nearest: global_batch=16, micro_batch=4",
-        ),
-        ({"pp": 2, "schedule": "dualpipe-v", "micro_batch": 4}, r"needs 4 micro-batches .* nearest: global_batch=16"),
-        ({"pp": 2, "layers_per_chunk": [1, 2]}, "layers_per_chunk add up to 3, not to 4 layers"),
-        ({"pp": 2, "schedule": "zb-x"}, r"schedule must be one of .*zb-v.*; did you mean 'zb-v'"),
-        ({"schedule": "zb-v"}, "zb-v needs pp of 2 or more, got 1"),
-    ],
-)
-def test_plans_that_do_not_fit(data, plan, message):
-    with pytest.raises(ValueError, match=message):
-        settings_of(data, plan)
-
-
-def test_keys_that_do_not_fit(data, tmp_path):
-    with pytest.raises(ValueError, match=r"run\.compile\s+must be false with schedule 'zb-h1'"):
-        settings_of(data, {"pp": 2, "schedule": "zb-h1"}, run={"compile": True})
-    with pytest.raises(ValueError, match=r"logging\.trace\s+needs parallel\.pp of 2 or more"):
-        settings_of(data, {}, logging={"trace": str(tmp_path)})
-    assert not settings_of(data, {"pp": 2}, run={"compile": True}).plan.input_grad_first
