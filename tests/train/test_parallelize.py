@@ -101,29 +101,24 @@ def test_any_module_gets_recomputation():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("plan", "options", "message"),
     [
-        ({"tp": 2}, "the plan has tp=2, the mesh 1"),
-        ({"recompute": "operators"}, "recompute must be one of"),
-        ({"recompute": "experts"}, "recompute='experts' needs a model with experts"),
-        ({"dtype": "fp8"}, "dtype must be one of"),
-        ({"offload": "optimizer"}, "offload needs zero"),
-        ({"offload": "optimizer", "zero": 1}, r"offload needs dp_shard \* cp of 2 or more"),
+        (Plan(tp=2), {}, "the plan has tp=2, the mesh 1"),
+        (Plan(recompute="operators"), {}, "recompute must be one of"),
+        (Plan(recompute="experts"), {}, "recompute='experts' needs a model with experts"),
+        (Plan(dtype="fp8"), {}, "dtype must be one of"),
+        (Plan(offload="optimizer"), {}, "offload needs zero"),
+        (Plan(offload="optimizer", zero=1), {}, r"offload needs dp_shard \* cp of 2 or more"),
+        (None, {"recompute_every": 0}, "recompute_every must be at least 1, got 0"),
+        (None, {"blocks": "blocks.*"}, "no module whose name is like 'blocks"),
+        (None, {"precision": "mxfp8"}, "mxfp8 needs the plan's dtype to be 'bf16', got 'fp32'"),
+        (Plan(), {"precision": "fp8"}, r"precision must be one of 'bf16', 'fp8_rowwise', .* got 'fp8'"),
+        (Plan(), {"precision": "mxfp8", "float8_bf16_blocks": -1}, "float8_bf16_blocks must be at least 0, got -1"),
     ],
 )
-def test_a_wrong_field_is_named(options, message):
+def test_a_wrong_argument_is_named(plan, options, message):
     with pytest.raises(ValueError, match=message):
-        parallelize(nn.Linear(2, 2), ParallelMesh(), Plan(**options), blocks="*")
-
-
-def test_recompute_every_is_positive():
-    with pytest.raises(ValueError, match="recompute_every must be at least 1, got 0"):
-        parallelize(nn.Linear(2, 2), ParallelMesh(), recompute_every=0)
-
-
-def test_blocks_that_are_not_there():
-    with pytest.raises(ValueError, match="no module whose name is like 'blocks"):
-        parallelize(nn.Linear(2, 2), ParallelMesh(), blocks="blocks.*")
+        parallelize(nn.Sequential(nn.Linear(2, 2)), ParallelMesh(), plan, **{"blocks": "*", **options})
 
 
 @pytest.mark.parametrize("grad_reduce", ["fp32", "backend"])
