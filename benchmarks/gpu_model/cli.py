@@ -38,6 +38,9 @@ def command(
     options.check("op", op, SHAPES)
     options.check("dtype", dtype, DTYPES)
     options.check("device", device, (d.name for d in DEVICES))
+    for option, file in (("--json", json_file), ("--table", page)):
+        if file:
+            options.writable(option, file.parent)
     known_rows = _read(json_file) if json_file else {}
     measurements = table.measured(measured)
     for name in op or SHAPES:

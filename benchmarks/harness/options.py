@@ -1,6 +1,7 @@
 """Options and output that the command lines have in common."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -50,8 +51,18 @@ def chosen_device(name: str) -> str:
 
 
 def folder(output: Path | None, quick: bool) -> Path:
-    """The folder of the rows: ``output``, or that of rows in git, or of rows that are no results."""
-    return output or RESULTS / ("quick" if quick else "")
+    """The folder of the rows: ``output``, or that of rows in git, or of rows that are no results. See ``writable``."""
+    return writable("--output", output or RESULTS / ("quick" if quick else ""))
+
+
+def writable(option: str, folder: Path) -> Path:
+    """Makes the folder before anything is measured; ends the process with a message if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        fail(f"{option}: {folder} cannot be written: {error.strerror}")
 
 
 def console(width: int = 120) -> Console:

@@ -174,6 +174,8 @@ def main(
     """Host time of a call on a GPU."""
     options.check("op", ops, OPS)
     device = options.chosen_device(device)
+    if output is not None:
+        options.writable("--output", output)
     torch.set_num_threads(1)
     run = functools.partial(measure, links=links, rounds=rounds, device=torch.device(device))
     if device == "cuda":

@@ -136,7 +136,7 @@ class Session:
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         dtype: A name of ``options.DTYPES``; ``None`` for bfloat16 on a GPU and float32 on a CPU.
         size: Ranks of a paced link. transport: ``"paced"``, ``"c10d"`` or ``"nccl"``, the last two under torchrun.
-        links: GB/s of a paced link, measured one after another.
+        links: GB/s of a paced link, measured one after another. output: Folder of the rows; see ``options.folder``.
         cpu_time: Times are CPU seconds of a process, all of its threads, in place of the clock on the wall.
 
     Attributes:
@@ -144,8 +144,8 @@ class Session:
     """
 
     def __init__(
-        self, device: str, dtype: str | None, size: int, transport: str, links: Sequence[float], quick: bool, *,
-        cpu_time: bool = False,
+        self, device: str, dtype: str | None, size: int, transport: str, links: Sequence[float], quick: bool,
+        output: Path | None, *, cpu_time: bool = False,
     ) -> None:  # fmt: skip
         if any(not gb > 0 for gb in links):
             fail(f"a link must have a positive bandwidth, got {list(links)}")
@@ -163,6 +163,7 @@ class Session:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype, self.size, self.links, self.quick = options.DTYPES[dtype], size, links, quick
         self.transport, self.group, self.cpu_time = transport, None, cpu_time
+        self.folder = options.folder(output, quick)
         if transport != "paced":
             dist.init_process_group("nccl" if on_gpu else "gloo")
             self.group, self.size = dist.group.WORLD, dist.get_world_size()
@@ -207,12 +208,12 @@ class Session:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return dict(zip(calls, seconds.tolist(), strict=True))
 
-    def end(self, name: str, rows: Sequence[Any], table: Table, output: Path | None) -> None:
+    def end(self, name: str, rows: Sequence[Any], table: Table) -> None:
         """Writes and prints the rows on the first rank, and leaves the group."""
         if self.first:
             console = options.console(140)
             console.print(table)
-            path = options.folder(output, self.quick) / f"{rows[0].device}-{name}.csv"
+            path = self.folder / f"{rows[0].device}-{name}.csv"
             results.merge(path, rows)
             console.print(f"written to {path}", soft_wrap=True, highlight=False)
         if self.group is not None:

@@ -224,7 +224,7 @@ def main(
     options.check("model", model, known)
     if not 0 <= latency_us < math.inf:
         fail(f"--latency-us must not be negative, got {latency_us}")
-    session = Session(device, dtype, size, transport, link or _LINKS, quick)
+    session = Session(device, dtype, size, transport, link or _LINKS, quick, output)
     on_cpu = session.device.type == "cpu"
     factor = scale or (_CPU_SCALE if on_cpu else 1)
     chosen = [gemm for gemm in gemms() if gemm.model in (model or known)]
@@ -238,7 +238,7 @@ def main(
         keep_freed_memory()  # as in training; without it page faults of new outputs decide
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))  # one core is the link's
     rows = [row for gemm in chosen for row in _rows(session, gemm, factor, 1e-6 * latency_us)]
-    session.end("overlap", rows, _table(rows), output)
+    session.end("overlap", rows, _table(rows))
 
 
 app = options.single(main)

@@ -190,7 +190,8 @@ def main(
     Rows go to benchmarks/results/DEVICE-ring_attention.csv, those of --quick to benchmarks/results/quick.
     """
     options.check("layout", layout, ("zigzag", "striped", "contiguous", "balanced"))
-    session = Session(device, dtype, size, "c10d" if processes else "paced", link or _LINKS, quick, cpu_time=cpu_time)
+    transport = "c10d" if processes else "paced"
+    session = Session(device, dtype, size, transport, link or _LINKS, quick, output, cpu_time=cpu_time)
     if session.size < 2:
         fail(f"a ring has at least 2 ranks, got {session.size}")
     if session.device.type == "cpu":
@@ -201,7 +202,7 @@ def main(
     if documents > 1:
         shapes += [dataclasses.replace(base, documents=documents, layout=name) for name in ("zigzag", "balanced")]
     rows = [row for shape in shapes for row in _rows(session, shape)]
-    session.end("ring_attention", rows, _table(rows), output)
+    session.end("ring_attention", rows, _table(rows))
 
 
 app = options.single(main)

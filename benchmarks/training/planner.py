@@ -53,6 +53,8 @@ def main(
     json: Annotated[Path | None, typer.Option(help="File for the rows.")] = None,
 ) -> None:
     """Expected and measured seconds of a step."""
+    if json is not None:
+        options.writable("--json", json.parent)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -18,6 +18,7 @@ from benchmarks.harness import measure, report, results, timing
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.memory import peak_bytes
 from benchmarks.harness.timing import Rounds
+from benchmarks.host import host_time
 from benchmarks.parallel import overlap, ring_attention
 from benchmarks.training import precision
 from support.numerics.suite import DEVICES
@@ -231,6 +232,25 @@ def test_asking_for_a_missing_gpu_gives_one_line_and_exit_2():
     result = CliRunner().invoke(app, ["--device", "cuda"])
     assert result.exit_code == 2
     assert result.stderr == "error: no CUDA device is there; use --device cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "measuring"),
+    [
+        (cli, ["bias_gelu"], "run"),
+        (overlap, [], "_rows"),
+        (ring_attention, [], "_rows"),
+        (precision, [], "losses"),
+        (host_time, ["nothing"], "measure"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_measuring(module, arguments, measuring, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, measuring, None)
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "results"
+    result = CliRunner().invoke(module.app, [*arguments, "--device", "cpu", "--output", str(output)])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: --output: {output} cannot be written: Not a directory\n"
 
 
 def test_list_names_the_ops():
