@@ -32,9 +32,8 @@ from support.integrations.huggingface_changes import (
     wrap,
     wrap_tables,
 )
-from support.integrations.huggingface_models import OLD, assert_same, assert_same_step, batch, model_of, step
+from support.integrations.huggingface_models import OLD, assert_same, assert_same_step, batch, kinds, model_of, step
 
-kinds = pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])
 LM = "vocab_parallel_linear_cross_entropy"
 MLP, ATTN = "model.layers.0.mlp", "model.layers.0.self_attn"
 GPT2_MLP, GPT2 = "transformer.h.0.mlp", "transformer.h.0"
@@ -257,10 +256,7 @@ def test_replicas_of_data_parallel(family, monkeypatch):
     huggingface.apply(model)
     replicas = replication.replicate(model, [0, 1])
     assert [[type(m) for m in replica.modules()] for replica in replicas] == [[type(m) for m in model.modules()]] * 2
-    model.zero_grad()
-    outputs = replicas[1](**batch())
-    outputs.loss.backward()
-    assert_same_step((outputs, {name: p.grad for name, p in model.named_parameters()}), expected)
+    assert_same_step(step(model, replicas[1], **batch()), expected)
 
 
 @kinds
@@ -271,7 +267,4 @@ def test_regions_that_accelerate_compiles(family):
     huggingface.apply(model)
     torch._dynamo.reset()
     compiled = accelerate.utils.compile_regions(model, backend="eager")
-    model.zero_grad()
-    outputs = compiled(**batch(), use_cache=False)
-    outputs.loss.backward()
-    assert_same_step((outputs, {name: p.grad for name, p in model.named_parameters()}), expected)
+    assert_same_step(step(model, compiled, **batch(), use_cache=False), expected)

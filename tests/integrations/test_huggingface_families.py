@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
+from parallel_ops.integrations.huggingface._trial import _Exact as Exact
+from support.integrations import huggingface_models
 from support.integrations.huggingface_families import DENSE, END, HYBRIDS, IMAGE, KEPT, START, composite_of, model_of
 from support.integrations.huggingface_models import CONFIGS, OLD, batch, step, with_drawn_vectors
 
@@ -25,21 +26,10 @@ def error(got, expected):
     return float((got.detach() - expected.detach()).norm() / expected.detach().norm())
 
 
-class InDouble(TorchFunctionMode):
-    """Computes in fp64 what models compute in fp32 whatever their own dtype: norms, rotations and softmax."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
 def oracle_of(model, **given):
-    """The step of the model in fp64."""
+    """The step of the model in fp64, also what it computes in fp32 whatever its dtype: norms, rotations, softmax."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()}
-    with InDouble():
+    with Exact():
         return step(copy.deepcopy(model).double(), **wide)
 
 
@@ -84,12 +74,13 @@ def test_logits_losses_and_gradients_are_those_of_stock(family):
         assert_same_step(with_logits, stock, oracle)
 
 
-@families
+@pytest.mark.parametrize("family", [*CONFIGS, *DENSE])
 def test_generation_is_that_of_stock_token_by_token(family):
-    model = model_of(family).eval()
+    model = (model_of if family in DENSE else huggingface_models.model_of)(family).eval()
     prompts = batch()["input_ids"][:, :6].clamp(min=3)
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])  # padded on the left
-    options = {"attention_mask": mask, "max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+    length = {"max_new_tokens": 14, "min_new_tokens": 14}
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, **length}
     expected = model.generate(prompts, **options)
     with huggingface.apply(model):
         assert torch.equal(model.generate(prompts, **options), expected)

@@ -1,7 +1,6 @@
 """What has been replaced and what not: asked of any model, undone without a handle, counted in steps, refused."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,17 +9,18 @@ from torch import nn
 
 from parallel_ops.integrations import huggingface
 from support.integrations.huggingface import LENGTH, VOCAB
-from support.integrations.huggingface_models import CONFIGS, OLD, assert_same, assert_same_step, batch, model_of, step
+from support.integrations.huggingface_models import (
+    CONFIGS,
+    assert_same,
+    assert_same_step,
+    batch,
+    kinds,
+    model_of,
+    saved_and_loaded,
+    step,
+)
 
 LOSS = "vocab_parallel_linear_cross_entropy"
-kinds = pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])
-
-
-def saved_and_loaded(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def classes_of(model):

@@ -32,7 +32,7 @@ from support.integrations.huggingface_formulas import (
     tables_that_differ_between_halves,
     up_first,
 )
-from support.integrations.huggingface_models import OLD, assert_same_step, batch, model_of, step
+from support.integrations.huggingface_models import OLD, assert_same_step, batch, kinds, model_of, step
 
 LM = "vocab_parallel_linear_cross_entropy"
 STOCK_ROTATION = modeling_llama.apply_rotary_pos_emb
@@ -184,7 +184,7 @@ CONTEXTS = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-@pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])
+@kinds
 def test_in_the_contexts_of_a_user(name, family):
     model = model_of(family)
     expected = huggingface.apply(model).replaced

@@ -1,5 +1,8 @@
 """Tiny models of Transformers and their training steps."""
 
+import io
+
+import pytest
 import torch
 import transformers
 
@@ -39,6 +42,8 @@ if hasattr(transformers, "Qwen3MoeConfig"):  # since 4.51
     EXPERTS["qwen3_moe"] = lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True)
     EXPERTS["qwen3_moe-dense"] = lambda: transformers.Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0])
 CONFIGS |= EXPERTS
+# One family of each kind of layer.
+kinds = pytest.mark.parametrize("family", ["llama", "gpt2"] if OLD else ["llama", "gpt2", "mixtral"])
 
 
 def model_of(family, **config):
@@ -71,12 +76,22 @@ def batch(padded=False, seed=1):
     return given
 
 
-def step(model, **given):
-    """(outputs, gradients by parameter) of one step; stock has none of indexers and of biases of routers."""
+def step(model, run=None, **given):
+    """(outputs, gradients by parameter) of one step; stock has none of indexers and of biases of routers.
+
+    ``run``: What is called in the place of ``model``, with its parameters: compiled, or a replica.
+    """
     model.zero_grad()
-    outputs = model(**given)
+    outputs = (model if run is None else run)(**given)
     outputs.loss.backward()
     return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def saved_and_loaded(made):
+    buffer = io.BytesIO()
+    torch.save(made, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
 
 
 def assert_same(got, expected, tolerance=1e-5):
