@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import megatron.core
 import torch
@@ -12,68 +12,47 @@ from parallel_ops.integrations.megatron import attention, determinism, experts, 
 from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced, find, holders
 from parallel_ops.integrations.megatron._unreplaced import unreplaced_in
 
-
-class _Replacement(NamedTuple):
-    place: str
-    build: Callable[[Any, bool], Any]
-
-
 _FUSIONS = "megatron.core.fusions"
+_DROPOUT = f"{_FUSIONS}.fused_bias_dropout:bias_dropout_add"
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _NORM = "megatron.core.transformer.torch_norm"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MOE = "megatron.core.transformer.moe.moe_utils"
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
 
-_REPLACEMENTS = {
-    "bias_gelu": [_Replacement(f"{_FUSIONS}.fused_bias_gelu:bias_gelu_impl", functions.bias_gelu)],
-    "bias_swiglu": [
-        _Replacement(f"{_FUSIONS}.fused_bias_swiglu:bias_swiglu_impl", functions.bias_swiglu),
-        _Replacement(f"{_FUSIONS}.fused_bias_swiglu:weighted_bias_swiglu_impl", functions.weighted_bias_swiglu),
-    ],
-    "bias_geglu": [
-        _Replacement(f"{_FUSIONS}.fused_bias_geglu:bias_geglu_impl", functions.bias_geglu),
-        _Replacement(
-            f"{_FUSIONS}.fused_bias_geglu:weighted_bias_quick_geglu_impl", functions.weighted_bias_quick_geglu
-        ),
-    ],
+# By op: the places of Megatron's names, and what builds their replacements.
+_REPLACEMENTS: dict[str, dict[str, Callable[[Any, bool], Any]]] = {
+    "bias_gelu": {f"{_FUSIONS}.fused_bias_gelu:bias_gelu_impl": functions.bias_gelu},
+    "bias_swiglu": {
+        f"{_FUSIONS}.fused_bias_swiglu:bias_swiglu_impl": functions.bias_swiglu,
+        f"{_FUSIONS}.fused_bias_swiglu:weighted_bias_swiglu_impl": functions.weighted_bias_swiglu,
+    },
+    "bias_geglu": {
+        f"{_FUSIONS}.fused_bias_geglu:bias_geglu_impl": functions.bias_geglu,
+        f"{_FUSIONS}.fused_bias_geglu:weighted_bias_quick_geglu_impl": functions.weighted_bias_quick_geglu,
+    },
     # The functions that get_bias_dropout_add returns, so that specs and models that hold it need no change.
-    "bias_dropout_add": [
-        _Replacement(f"{_FUSIONS}.fused_bias_dropout:bias_dropout_add_{name}", build)
-        for name, build in (
-            ("unfused", functions.bias_dropout_add_unfused),
-            ("fused_train", functools.partial(functions.bias_dropout_add, True)),
-            ("fused_inference", functools.partial(functions.bias_dropout_add, False)),
-        )
-    ],
-    "attention": [
-        _Replacement(
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward", attention.core_attention
-        )
-    ],
-    "softmax": [_Replacement(f"{_FUSIONS}.fused_softmax:FusedScaleMaskSoftmax.forward", functions.scale_mask_softmax)],
-    "norm": [
-        _Replacement(f"{_NORM}:WrappedTorchNorm.__new__", functions.torch_norm),
-        _Replacement(f"{_NORM}:L2Norm.forward", functions.l2_norm),
-    ],
-    "rotary": [
-        _Replacement(f"{_ROPE}:_apply_rotary_pos_emb_bshd", rotary.rotary),
-        _Replacement(f"{_ROPE}:_apply_rotary_pos_emb_thd", rotary.packed_rotary),
-    ],
-    "cross_entropy": [
-        _Replacement(
-            "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy", functions.vocab_parallel_loss
-        ),
-        _Replacement(
-            f"{_FUSIONS}.fused_cross_entropy:fused_vocab_parallel_cross_entropy", functions.fused_vocab_parallel_loss
-        ),
-    ],
-    "router": [_Replacement(f"{_MOE}:topk_routing_with_score_function", experts.topk_routing)],
-    "permute": [
-        _Replacement(f"{_MOE}:permute", experts.permute),
-        _Replacement(f"{_MOE}:unpermute", experts.unpermute),
-    ],
-    "weight_gradient": [],  # without Apex Megatron has no name to replace; see _bindings
+    "bias_dropout_add": {
+        f"{_DROPOUT}_unfused": functions.bias_dropout_add_unfused,
+        f"{_DROPOUT}_fused_train": functools.partial(functions.bias_dropout_add, True),
+        f"{_DROPOUT}_fused_inference": functools.partial(functions.bias_dropout_add, False),
+    },
+    "attention": {
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": attention.core_attention,
+    },
+    "softmax": {f"{_FUSIONS}.fused_softmax:FusedScaleMaskSoftmax.forward": functions.scale_mask_softmax},
+    "norm": {f"{_NORM}:WrappedTorchNorm.__new__": functions.torch_norm, f"{_NORM}:L2Norm.forward": functions.l2_norm},
+    "rotary": {
+        f"{_ROPE}:_apply_rotary_pos_emb_bshd": rotary.rotary,
+        f"{_ROPE}:_apply_rotary_pos_emb_thd": rotary.packed_rotary,
+    },
+    "cross_entropy": {
+        "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy": functions.vocab_parallel_loss,
+        f"{_FUSIONS}.fused_cross_entropy:fused_vocab_parallel_cross_entropy": functions.fused_vocab_parallel_loss,
+    },
+    "router": {f"{_MOE}:topk_routing_with_score_function": experts.topk_routing},
+    "permute": {f"{_MOE}:permute": experts.permute, f"{_MOE}:unpermute": experts.unpermute},
+    "weight_gradient": {},  # without Apex Megatron has no name to replace; see _bindings
 }
 
 OPS = tuple(_REPLACEMENTS)
@@ -173,10 +152,9 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False, *, det
 
 
 def _bindings(chosen: Sequence[str], exact: bool) -> list[Binding]:
-    wanted = [replacement for op in dict.fromkeys(chosen) for replacement in _REPLACEMENTS[op]]
-    found = [(replacement, find(replacement.place)) for replacement in wanted]
+    found = {place: (find(place), build) for op in chosen for place, build in _REPLACEMENTS[op].items()}
     layers = find(f"{_LAYERS}:_grad_accum_fusion_available")
-    missing = [replacement.place.replace(":", ".") for replacement, at in found if at is None]
+    missing = [place.replace(":", ".") for place, (at, _) in found.items() if at is None]
     if "weight_gradient" in chosen and layers is None:
         missing.append(f"{_LAYERS}._grad_accum_fusion_available")
     if missing:
@@ -185,9 +163,9 @@ def _bindings(chosen: Sequence[str], exact: bool) -> list[Binding]:
             "supported. Leave out the ops that replace them"
         )
     bindings: list[Binding] = []
-    for replacement, at in found:
+    for at, build in found.values():
         assert at is not None
-        new = replacement.build(at[2], exact)
+        new = build(at[2], exact)
         if new is not None:
             bindings += [Binding(*at, new)] if isinstance(at[0], type) else holders("megatron", at[2], new)
     if "weight_gradient" in chosen and layers is not None:
