@@ -36,8 +36,7 @@ def test_those_are_the_calls_of_megatrons_linears(kind, sequence_parallel):
     pytest.importorskip("megatron.core", exc_type=ImportError)
     from support.integrations import megatron_linears
 
-    function = megatron_linears.row_calls if kind == "row" else megatron_linears.column_calls
-    for stock, drop_in in ranks(2).run(function, sequence_parallel):
+    for stock, drop_in in ranks(2).run(megatron_linears.calls_of_linears, kind, sequence_parallel):
         assert stock == drop_in == PLAIN[kind, sequence_parallel]
 
 

@@ -90,15 +90,20 @@ def drop_in(case):
         yield
 
 
-def leave_groups():
-    """Ends Megatron's groups, too, which it only forgets: dozens a model, with threads of their own, that would stay
-    for as long as the ranks do. Groups of this package's meshes in the same ranks stay."""
-    groups = [vars(parallel_state)[name] for name in vars(parallel_state) if name.isupper() and "GROUP" in name]
-    flat = [g for found in groups for g in (found if isinstance(found, list) else [found])]
-    parallel_state.destroy_model_parallel()
-    for group in {g for g in flat if isinstance(g, dist.ProcessGroup)} - {dist.group.WORLD}:
-        if group in distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)
+@contextlib.contextmanager
+def model_parallel(*sizes, **more_sizes):
+    """Megatron's groups, which end with the block. Megatron only forgets them: dozens a model, with threads of their
+    own, that would stay for as long as the ranks do. Groups of this package's meshes in the same ranks stay."""
+    parallel_state.initialize_model_parallel(*sizes, **more_sizes)
+    try:
+        yield
+    finally:
+        groups = [vars(parallel_state)[name] for name in vars(parallel_state) if name.isupper() and "GROUP" in name]
+        flat = [g for found in groups for g in (found if isinstance(found, list) else [found])]
+        parallel_state.destroy_model_parallel()
+        for group in {g for g in flat if isinstance(g, dist.ProcessGroup)} - {dist.group.WORLD}:
+            if group in distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
 
 def train(rank, *cases):
@@ -123,15 +128,9 @@ def _each(cases, run):
     results = []
     with on_cpu():
         for case in cases:
-            with drop_in(case):
-                parallel_state.initialize_model_parallel(
-                    case.tp, case.pp, context_parallel_size=case.cp, expert_model_parallel_size=case.ep,
-                    expert_tensor_parallel_size=case.etp,
-                )  # fmt: skip
-                try:
-                    results.append(run(case))
-                finally:
-                    leave_groups()
+            more = {"expert_model_parallel_size": case.ep, "expert_tensor_parallel_size": case.etp}
+            with drop_in(case), model_parallel(case.tp, case.pp, context_parallel_size=case.cp, **more):
+                results.append(run(case))
     return results
 
 
@@ -176,25 +175,21 @@ def build(case, **stages):
 
 def surface(rank, case):
     """What Megatron's optimizer, data parallelism and checkpoints read of a model's parameters."""
-    with on_cpu(), drop_in(case):
-        parallel_state.initialize_model_parallel(case.tp)
-        try:
-            _, model = build(case)
-            names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-            attributes = {
-                name: (tuple(p.shape), {a: getattr(p, a) for a in names if hasattr(p, a)})
-                for name, p in model.named_parameters()
-            }
-            groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-            state = model.sharded_state_dict(metadata=groups)
-            shards = {
-                key: (s.global_shape, s.global_offset, s.replica_id)
-                for key, s in state.items()
-                if hasattr(s, "global_offset")
-            }
-            return attributes, shards, sorted(model.state_dict())
-        finally:
-            leave_groups()
+    with on_cpu(), drop_in(case), model_parallel(case.tp):
+        _, model = build(case)
+        names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+        attributes = {
+            name: (tuple(p.shape), {a: getattr(p, a) for a in names if hasattr(p, a)})
+            for name, p in model.named_parameters()
+        }
+        groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state = model.sharded_state_dict(metadata=groups)
+        shards = {
+            key: (s.global_shape, s.global_offset, s.replica_id)
+            for key, s in state.items()
+            if hasattr(s, "global_offset")
+        }
+        return attributes, shards, sorted(model.state_dict())
 
 
 def _train(case, *, until=None, save=None, load=None):

@@ -4,10 +4,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from parallel_ops.integrations import megatron
-from support.integrations.megatron import LENGTH, build, drop_in, leave_groups, on_cpu
+from support.integrations.megatron import LENGTH, build, drop_in, model_parallel, on_cpu
 
 
 def losses_of_shards(rank, label_smoothing, fused):
@@ -22,7 +21,6 @@ def losses_of_shards(rank, label_smoothing, fused):
     target = torch.randint(10 * world, (6, 3), generator=generator)
     target[0, 0], target[1, 1] = -1, 10 * world
     grad = torch.randn(3, 6, generator=generator).t()
-    parallel_state.initialize_model_parallel(world)
     counts: list[int] = []
 
     def run(loss_function, group=group):
@@ -34,8 +32,7 @@ def losses_of_shards(rank, label_smoothing, fused):
         counts.append(all_reduce.call_count)
         return loss.detach(), logits.grad
 
-    torch.compiler.set_stance("force_eager")
-    try:
+    with torch.compiler.set_stance("force_eager"), model_parallel(world):
         results = {"stock": run(fused_vocab_parallel_cross_entropy if fused else vocab_parallel_cross_entropy)}
         for name, exact in (("ours", False), ("exact", True)):
             with megatron.apply("cross_entropy", exact_megatron=exact):
@@ -44,9 +41,6 @@ def losses_of_shards(rank, label_smoothing, fused):
 
                 unfused = tensor_parallel.vocab_parallel_cross_entropy
                 results[name] = run(language_module.fused_vocab_parallel_cross_entropy if fused else unfused)
-    finally:
-        leave_groups()
-        torch.compiler.set_stance("default")
     logits = whole.double().requires_grad_()
     vocab = logits.shape[-1]
     log_p = logits.log_softmax(-1)
@@ -61,12 +55,8 @@ def losses_of_shards(rank, label_smoothing, fused):
 
 def attention(rank, options, cases):
     """For each case, of Megatron's core of attention and ours of the same heads outputs and gradients of q, k and v."""
-    with on_cpu():
-        parallel_state.initialize_model_parallel(1)
-        try:
-            return [_attention(options, case) for case in cases]
-        finally:
-            leave_groups()
+    with on_cpu(), model_parallel(1):
+        return [_attention(options, case) for case in cases]
 
 
 def _attention(options, case):
