@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-import benchmarks.gpu_model.facts  # noqa: F401  (puts the tests' executor on the path)
 from benchmarks.gpu_model.devices import Device
+from benchmarks.gpu_model.facts import arguments_of  # which puts the tests' executor on the path
 
 KERNELS = {"_forward_kernel": "forward", "_keys_kernel": "dK, dV", "_queries_kernel": "dQ"}
 
@@ -107,7 +107,7 @@ def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
     for launch in recorded:
         if launch.name not in KERNELS:
             continue
-        arguments = launch.kernel.signature.bind(*launch.call[0], **_of_kernel(launch.call[1])).arguments
+        arguments = arguments_of(launch)
         own, others = "BLOCK_QUERIES", "BLOCK_KEYS"
         if launch.name == "_keys_kernel":
             own, others = others, own
@@ -124,10 +124,6 @@ def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
             raise ValueError(f"{launch} has {launch.call[2][0]} programs, not {grid.programs}")
         found.append(grid)
     return found
-
-
-def _of_kernel(keywords: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if not name.startswith("num_")}
 
 
 def name_of(shape: Shape) -> str:

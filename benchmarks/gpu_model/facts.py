@@ -121,12 +121,18 @@ def launched(
     return {direction: [_use(launch, capability) for launch in launches] for direction, launches in found.items()}
 
 
+def arguments_of(launch: Any) -> dict[str, Any]:
+    """The arguments of the kernel, by name."""
+    args, keywords, _ = launch.call
+    named = {name: value for name, value in keywords.items() if name not in aot.OPTIONS}
+    bound: dict[str, Any] = launch.kernel.signature.bind(*args, **named).arguments
+    return bound
+
+
 def _use(launch: Any, capability: int) -> tuple[str, int, tuple[int, int, int]]:
     code = aot.compile_for(launch, capability)
     warps = compiled(launch, capability)[1]
-    args, keywords, grid = launch.call
-    named = {name: value for name, value in keywords.items() if name not in aot.OPTIONS}
-    workers = launch.kernel.signature.bind(*args, **named).arguments.get("workers", math.prod(grid))
+    workers = arguments_of(launch).get("workers", math.prod(launch.call[2]))
     return launch.name, workers, (code.registers, warps, code.shared_bytes)
 
 

@@ -103,11 +103,6 @@ def losses_of_run(
     return [step.loss for step in taken], min(step.seconds for step in taken[-STEPS:])
 
 
-def compare_runs(kind: str, *kinds: str) -> None:
-    """Raises if losses of the trainer's steps by graphs are not those of eager steps, but for rounding."""
-    compare({"eager": losses_of_run(kind), **{each: losses_of_run(kind, each) for each in kinds}})
-
-
 def compare(runs: Mapping[str, tuple[list[float], float]]) -> None:
     """Raises if losses of a run are not those of the first, but for rounding."""
     first = next(iter(runs.values()))[0]

@@ -1,5 +1,6 @@
 """Kernels on one GPU against fp64, a captured step and repeated launches; functions as in ``ranks``."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_session import attention_choice, capture
-from benchmarks.gpu_session.ranks import device_of
+from benchmarks.gpu_session.ranks import check, device_of
 from parallel_ops import float8_grouped_linear, grouped_linear, rms_norm
 from parallel_ops._internal.gradients.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
@@ -25,13 +26,6 @@ _BF16, _E4M3, _E5M2 = 2.0**-9, 2.0**-4, 2.0**-3
 def _drawn(*shape: int, seed: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(device_of(kind), dtype)
-
-
-def _check(name: str, found: Tensor, true: Tensor, bound: float) -> None:
-    """Raises if the largest error, as a share of the largest value, is above ``bound``."""
-    error = ((found.double() - true.double()).abs().max() / true.double().abs().max()).item()
-    if not error <= bound:
-        raise ValueError(f"{name}: error {error:.2e}, at most {bound:.2e} was expected")
 
 
 def attention(rank: int, size: int, kind: str, store: str) -> None:
@@ -69,7 +63,7 @@ def float8_experts(rank: int, size: int, kind: str, store: str) -> None:
         y = float8_grouped_linear(x, weight, offs, recipe=recipe, emulated=kind == "cpu")  # type: ignore[arg-type]
         results = [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
         for name, got, wanted in zip(("y", "the gradient of x", "that of weight"), results, expected, strict=True):
-            _check(f"{recipe}, {name}", got, wanted, _E4M3)
+            check(f"{recipe}, {name}", got, wanted, _E4M3)
         if results[2][[0, 2]].count_nonzero():
             raise ValueError(f"{recipe}: experts without rows have a gradient")
 
@@ -81,9 +75,9 @@ def _float8(kind: str, recipe: Any) -> None:
     y.backward(grad)
     assert x.grad is not None and weight.grad is not None
     wide_x, wide_weight, wide_grad = (t.detach().double() for t in (x, weight, grad))
-    _check("y", y.detach(), wide_x @ wide_weight.t(), _E4M3)
-    _check("the gradient of x", x.grad, wide_grad @ wide_weight, _E5M2)
-    _check("the gradient of weight", weight.grad, wide_grad.t() @ wide_x, _E5M2)
+    check("y", y.detach(), wide_x @ wide_weight.t(), _E4M3)
+    check("the gradient of x", x.grad, wide_grad @ wide_weight, _E5M2)
+    check("the gradient of weight", weight.grad, wide_grad.t() @ wide_x, _E5M2)
 
 
 def experts(rank: int, size: int, kind: str, store: str) -> None:
@@ -99,7 +93,7 @@ def experts(rank: int, size: int, kind: str, store: str) -> None:
         y = grouped_linear(rows, matrices, offs)
         results.append([y.detach(), *torch.autograd.grad(y.sum(), (rows, matrices))])
     for name, found, true in zip(("y", "the gradient of x", "the gradient of weight"), *results, strict=True):
-        _check(name, found, true, 4 * _BF16)
+        check(name, found, true, 4 * _BF16)
     if results[0][2][[0, 2, 5]].count_nonzero():
         raise ValueError("experts without rows have a gradient")
 
@@ -110,7 +104,7 @@ def weight_gradients(rank: int, size: int, kind: str, store: str) -> None:
     total = _drawn(96, 160, seed=2, kind=kind, dtype=torch.float32)
     true = total.double() + dz.double().t() @ h.double()
     add_product(total, dz, h)
-    _check("the main gradient", total, true, 2.0**-18)
+    check("the main gradient", total, true, 2.0**-18)
 
 
 def captured_step(rank: int, size: int, kind: str, store: str) -> None:
@@ -119,14 +113,9 @@ def captured_step(rank: int, size: int, kind: str, store: str) -> None:
         capture.compare_replays()
 
 
-def captured_training_step(rank: int, size: int, kind: str, store: str) -> None:
-    """Steps of the trainer by ``run.cuda_graph = "step"`` have the losses of its eager steps."""
-    capture.compare_runs(kind, "step")
-
-
-def captured_layers(rank: int, size: int, kind: str, store: str) -> None:
-    """Steps of the trainer by ``run.cuda_graph = "layers"`` have the losses of its eager steps."""
-    capture.compare_runs(kind, "layers")
+def captured_training(rank: int, size: int, kind: str, store: str, *, cuda_graph: str) -> None:
+    """Steps of the trainer by ``run.cuda_graph`` have the losses of its eager steps."""
+    capture.compare({"eager": capture.losses_of_run(kind), cuda_graph: capture.losses_of_run(kind, cuda_graph)})
 
 
 def offloaded(rank: int, size: int, kind: str, store: str) -> None:
@@ -156,7 +145,7 @@ def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
                     torch.cuda.current_stream().wait_stream(stream)
                 true = rms_norm_reference(x.double(), weight.double())
                 assert isinstance(y, Tensor) and isinstance(true, Tensor)  # without a residual
-                _check(f"turn {turn}, {rows} rows at {offset}", y, true, 2 * _BF16)
+                check(f"turn {turn}, {rows} rows at {offset}", y, true, 2 * _BF16)
 
 
 def tests(rank: int, size: int, kind: str, store: str, folder: str) -> None:
@@ -176,8 +165,8 @@ PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
     "grouped products": experts,
     "fp32 weight gradients": weight_gradients,
     "captured step": captured_step,
-    "captured training step": captured_training_step,
-    "captured layers": captured_layers,
+    "captured training step": functools.partial(captured_training, cuda_graph="step"),
+    "captured layers": functools.partial(captured_training, cuda_graph="layers"),
     "offloaded activations": offloaded,
     "repeated launches": repeated_launches,
 }

@@ -30,6 +30,13 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
 
 
+def check(name: str, found: torch.Tensor, true: torch.Tensor, bound: float) -> None:
+    """Raises if the largest error, as a share of the largest value, is above ``bound``."""
+    error = ((found.double() - true.double()).abs().max() / true.double().abs().max()).item()
+    if not error <= bound:
+        raise ValueError(f"{name}: error {error:.2e}, at most {bound:.2e} was expected")
+
+
 @contextlib.contextmanager
 def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False, offload: bool = False) -> Iterator[None]:
     """Joins a process group: gloo on CPUs, NCCL on the GPU that all ranks share.
@@ -169,13 +176,8 @@ def symmetric_linears(rank: int, size: int, kind: str, store: str) -> None:
                 w = weight.to(device_of(kind), torch.bfloat16)
                 everyone = x.bfloat16().double() @ weight.bfloat16().double().t()
                 y = all_gather_linear(own, w, group=world, overlap=overlap)
-                _check(f"gather {rows} x {inner} x {features}", y, everyone)
+                check(f"gather {rows} x {inner} x {features}", y.cpu(), everyone, 2.0**-7)
                 parts = x.to(device_of(kind), torch.bfloat16)  # the same on every rank, so sums are multiples
                 z = linear_reduce_scatter(parts, w, group=world, overlap=overlap)
-                _check(f"scatter {rows} x {inner} x {features}", z, size * everyone[rank * rows : (rank + 1) * rows])
-
-
-def _check(name: str, found: torch.Tensor, true: torch.Tensor) -> None:
-    error = ((found.cpu().double() - true).abs().max() / true.abs().max()).item()
-    if not error < 2.0**-7:
-        raise ValueError(f"{name}: error {error:.2e}, as a share of the largest value")
+                summed = size * everyone[rank * rows : (rank + 1) * rows]
+                check(f"scatter {rows} x {inner} x {features}", z.cpu(), summed, 2.0**-7)

@@ -35,7 +35,7 @@ def _run_of(row: Environment) -> str:
 
 def runs(path: GpuPath, proven: Sequence[Proven], measured: Iterable[results.Row]) -> list[str]:
     """Machines that the path has run on: the newest row of each kind of record."""
-    by_proof = [r for r in proven if r.result == PASSED and any(r.proof.startswith(name) for name in path.proofs)]
+    by_proof = [r for r in proven if r.result == PASSED and r.proof.startswith(path.proofs)]
     by_benchmark = [r for r in measured if path.benchmark and r.op == path.benchmark and r.provider == "parallel_ops"]
     newest = [max(rows, key=lambda r: r.date) for rows in (by_proof, by_benchmark) if rows]
     newest = [row for row in newest if row.date > path.since]
@@ -43,11 +43,8 @@ def runs(path: GpuPath, proven: Sequence[Proven], measured: Iterable[results.Row
 
 
 def failures(path: GpuPath, proven: Sequence[Proven]) -> list[str]:
-    return [
-        f"{r.result.upper()}: {r.proof} ({_run_of(r)})"
-        for r in proven
-        if r.result != PASSED and any(r.proof.startswith(name) for name in path.proofs)
-    ]
+    failed = [r for r in proven if r.result != PASSED and r.proof.startswith(path.proofs)]
+    return [f"{r.result.upper()}: {r.proof} ({_run_of(r)})" for r in failed]
 
 
 def read() -> tuple[list[Proven], list[results.Row]]:

@@ -48,7 +48,7 @@ class SimulatedLink:
 
 
 class _CpuHandle:
-    def __init__(self, due: float, copied: "concurrent.futures.Future[None] | None") -> None:
+    def __init__(self, due: float, copied: "concurrent.futures.Future[Tensor] | None") -> None:
         self._due, self._copied = due, copied
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ class SimulatedTransport(Transport):
     def _post_on_cpu(self, chunk: Send | Receive, arriving: Tensor | None, now: float) -> Handle:
         kind = type(chunk)
         self._free[kind] = max(self._free[kind], now) + self._link.seconds(chunk.tensor.nbytes)
-        copied = None if arriving is None else self._copier.submit(_copy, chunk.tensor, arriving)
+        copied = None if arriving is None else self._copier.submit(chunk.tensor.copy_, arriving)
         return _CpuHandle(self._free[kind], copied)
 
     def _post_on_gpu(self, chunk: Send | Receive, arriving: Tensor | None, _: float) -> Handle:
@@ -123,10 +123,6 @@ class SimulatedTransport(Transport):
             values = torch.randn(like.numel(), device=self._device)
             known = self._arrivals[like.dtype] = values.to(like.dtype)
         return known[: like.numel()].view(like.shape)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
 
 
 class Session:

@@ -121,8 +121,7 @@ def derived(seconds: dict[str, float], size: int, direction: str) -> dict[str, f
 
 def whole_calls(shape: Shape, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, Call]:
     """The whole sequence on one device, by ``whole`` and the direction."""
-    s = size * shape.tokens
-    q, k, v = (_random(s, n, shape.head_dim, dtype, device).requires_grad_() for n in _heads(shape))
+    q, k, v = (t.requires_grad_() for t in _qkv(shape, size * shape.tokens, dtype, device))
     attend = functools.partial(flash_attention, q, k, v, cu_seqlens=shape.cu_seqlens(size, device))
     grad = torch.randn_like(q)
 
@@ -141,8 +140,7 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     layout = layout_for(size * shape.tokens, size, shape.layout, cu_seqlens=bounds)
     placement = Placement(_OP, layout.length, layout.cp_layout, 1, False)
     call = placement, transport, options
-    s = layout.lengths[rank]
-    q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
+    q, k, v = _qkv(shape, layout.lengths[rank], dtype, device)
     grad = torch.randn_like(q)
     ring = placement.ring(*call[1:], shape.heads, device)
     kv = pack_keys(k, v)
@@ -224,16 +222,12 @@ def _rows(session: Session, shape: Shape) -> list[Row]:
     rows = []
     for transport, named in session.transports(bandwidth):
         # The first rank measures the whole while the others wait.
-        calls = {f"whole {name}": whole.get(f"whole {name}", _nothing) for name in DIRECTIONS}
+        calls = {f"whole {name}": whole.get(f"whole {name}", lambda: None) for name in DIRECTIONS}
         seconds = session.medians({**calls, **ring_calls(shape, transport, session.dtype, session.device)})
         for direction in DIRECTIONS:
             columns = {**session.shared, **named, **derived(seconds, session.size, direction)}
             rows.append(Row(**dataclasses.asdict(shape), direction=direction, **columns))
     return rows
-
-
-def _nothing() -> None:
-    pass
 
 
 def _table(rows: list[Row]) -> Table:
@@ -254,9 +248,6 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _heads(shape: Shape) -> tuple[int, int, int]:
-    return shape.heads, shape.kv_heads, shape.kv_heads
-
-
-def _random(s: int, heads: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(s, 1, heads, d, device=device).to(dtype)
+def _qkv(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    return [torch.randn(tokens, 1, n, shape.head_dim, device=device).to(dtype) for n in heads]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,13 +37,9 @@ def patch_model(model: Any) -> Patch:
 
 def patch_megatron() -> Patch:
     """All of Liger's kernels in Megatron-core, for models that are built and run within ``with``."""
-    from liger_kernel.megatron import apply_liger_kernel_to_megatron
+    from liger_kernel.megatron import apply_liger_kernel_to_megatron as apply
 
-    return Patch("megatron.core", _with_everything(apply_liger_kernel_to_megatron))
-
-
-def _with_everything(apply: Callable[..., object]) -> Callable[[], object]:
-    """With each of its kernels, some of which are off by default; versions differ in which there are."""
+    # Some are off by default; versions differ in which there are.
     kernels = {name: True for name, p in inspect.signature(apply).parameters.items() if isinstance(p.default, bool)}
     kernels.pop("force", None)
-    return lambda: apply(**kernels)
+    return Patch("megatron.core", lambda: apply(**kernels))

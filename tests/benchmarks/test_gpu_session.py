@@ -34,13 +34,13 @@ esac
 bash = pytest.mark.skipif(shutil.which("bash") is None or shutil.which("timeout") is None, reason="needs bash")
 
 
-def session(tmp_path, *arguments, **environment):
+def session(tmp_path, *arguments, script=SCRIPT, **environment):
     stand_in, output = tmp_path / "python", tmp_path / "out"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
     environment = {"OUTPUT": str(output), "BESIDE_LIMIT": "1", "BUILD_FOLDER": str(tmp_path / "build"), **environment}
     ran = subprocess.run(
-        ["bash", str(SCRIPT), str(output), *arguments],
+        ["bash", str(script), str(output), *arguments],
         check=False, capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHON": str(stand_in), **environment},
     )  # fmt: skip
@@ -97,13 +97,9 @@ def test_results_are_at_most_eight_megabytes(tmp_path):
     assert len(logs(output)["host_time.log"]) == 1_000_000
     packed = SCRIPT.read_text().replace("pack 1000000", "pack 20000000")
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks/gpu_session.sh").write_text(packed)
-    ran = subprocess.run(
-        ["bash", str(tmp_path / "benchmarks/gpu_session.sh"), str(output)],
-        check=False, capture_output=True, timeout=120,
-        env={**os.environ, "PYTHON": str(tmp_path / "python"), "OUTPUT": str(output), "STEPS": "memory host_time",
-             "LOG_BYTES": "30000000"},
-    )  # fmt: skip
+    script = tmp_path / "benchmarks/gpu_session.sh"
+    script.write_text(packed)
+    ran, _ = session(tmp_path, script=script, STEPS="memory host_time", LOG_BYTES="30000000")
     assert ran.returncode == 0
     assert set(logs(output)) == {"a-gpu.csv", "memory.log", "host_time.log"}
     assert (output / "results.tar.gz").stat().st_size <= 8_000_000
