@@ -12,14 +12,23 @@ from parallel_ops.integrations import huggingface
 from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
 from parallel_ops.integrations.huggingface._trial import _Exact as Exact
 from support.integrations import huggingface_models
-from support.integrations.huggingface_families import DENSE, END, HYBRIDS, IMAGE, KEPT, START, composite_of, model_of
+from support.integrations.huggingface_families import (
+    DENSE,
+    END,
+    HYBRIDS,
+    IMAGE,
+    KEPT,
+    START,
+    WITH_IMAGES,
+    composite_of,
+    model_of,
+)
 from support.integrations.huggingface_models import CONFIGS, OLD, batch, step, with_drawn_vectors
 
 families = pytest.mark.parametrize("family", DENSE)
 TOLERANCE = 3e-6
 # One for each formula of a norm, an MLP, a rotation and logits that other tests do not have in 16 bits.
 FORMULAS = ["olmo", "gemma", "gemma2", "phi3", "glm4", "starcoder2", "granite", "cohere2"]
-ALL_COMPOSITES = ["llava", "llava_next", "mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 def error(got, expected):
@@ -45,7 +54,7 @@ def assert_same_step(got, stock, oracle):
 
 
 def test_every_family_is_tested():
-    tested = {name.partition("-")[0] for name in (*DENSE, *CONFIGS, *ALL_COMPOSITES, *HYBRIDS)}
+    tested = {name.partition("-")[0] for name in (*DENSE, *CONFIGS, *WITH_IMAGES, *HYBRIDS)}
     assert {*FAMILIES, *COMPOSITES} - tested <= ({package for package in FAMILIES if not in_this_version(package)})
 
 
@@ -87,7 +96,7 @@ def test_generation_is_that_of_stock_token_by_token(family):
     assert len(expected[0].unique()) > 3
 
 
-composites = pytest.mark.parametrize("name", [] if OLD else ALL_COMPOSITES)  # other names before Transformers 5
+composites = pytest.mark.parametrize("name", [] if OLD else WITH_IMAGES)  # other names before Transformers 5
 
 
 def composite_batch(extra):

@@ -132,53 +132,38 @@ START, IMAGE, END = 70, 71, 72
 TEXT = EVERY | {"vocab_size": 80}
 MROPE = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-PATCHES = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 4,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "out_hidden_size": 32,
-}
+CLIP = VISION | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, "projection_dim": 16}
+PIXTRAL = VISION | {"model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8}
+SIGLIP = VISION | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4}
+PATCHES = {"depth": 2, "num_heads": 2, "patch_size": 4}
+PATCHES_2 = PATCHES | {"embed_dim": 16, "hidden_size": 32}
+PATCHES_2_5 = PATCHES | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+PATCHES_3 = PATCHES_2_5 | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
 TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 73}
+LLAVA = {"vision_config": CLIP, "image_token_index": IMAGE}
+MISTRAL = TEXT | {"model_type": "mistral"}
+GEMMA3 = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 4}
+# By the model_type of Transformers 5.
+WITH_IMAGES = {
+    "llava": LLAVA | {"text_config": TEXT | {"model_type": "llama"}},
+    "llava_next": LLAVA | {"text_config": MISTRAL},
+    "mistral3": LLAVA | {"text_config": MISTRAL, "vision_config": PIXTRAL},
+    "gemma3": GEMMA3 | {"text_config": HEADS | WINDOW | {"vocab_size": 80}, "vision_config": SIGLIP},
+    "qwen2_vl": TOKENS | {"text_config": MROPE, "vision_config": PATCHES_2},
+    "qwen2_5_vl": TOKENS | {"text_config": MROPE, "vision_config": PATCHES_2_5 | WINDOWS},
+    "qwen3_vl": TOKENS | {"text_config": MROPE | {"head_dim": 8}, "vision_config": PATCHES_3},
+}
 
 
 def composite_of(name):
     """A model of text and images, and what it needs beside the tokens for one image a sequence, of two sequences."""
-    t = transformers
-    pictures = {"pixel_values": torch.randn(2, 3, 16, 16)}
-    patches = {"pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
-    clip = {"image_size": 16, "patch_size": 8, "projection_dim": 16}
-    if name == "llava":
-        vision = t.CLIPVisionConfig(**VISION, **clip)
-        config = t.LlavaConfig(text_config=t.LlamaConfig(**TEXT), vision_config=vision, image_token_index=IMAGE)
-        made, extra = t.LlavaForConditionalGeneration(config), pictures
-    elif name == "llava_next":  # by text alone
-        vision = t.CLIPVisionConfig(**VISION, **clip)
-        config = t.LlavaNextConfig(text_config=t.MistralConfig(**TEXT), vision_config=vision, image_token_index=IMAGE)
-        made, extra = t.LlavaNextForConditionalGeneration(config), None
+    extra = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    if "qwen" in name:
+        extra = {"pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
     elif name == "mistral3":
-        vision = t.PixtralVisionConfig(**VISION, image_size=16, patch_size=4, head_dim=8)
-        config = t.Mistral3Config(text_config=t.MistralConfig(**TEXT), vision_config=vision, image_token_index=IMAGE)
-        sizes = {"image_sizes": torch.tensor([[16, 16]] * 2)}
-        made, extra = t.Mistral3ForConditionalGeneration(config), pictures | sizes
-    elif name == "gemma3":
-        config = t.Gemma3Config(
-            text_config=t.Gemma3TextConfig(**TEXT, head_dim=16, sliding_window=6, layer_types=SLIDING),
-            vision_config=t.SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
-            image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END, mm_tokens_per_image=4,
-        )  # fmt: skip
-        made, extra = t.Gemma3ForConditionalGeneration(config), pictures
-    elif name == "qwen2_vl":
-        vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "embed_dim": 16, "hidden_size": 32}
-        config = t.Qwen2VLConfig(text_config=MROPE, vision_config=vision, **TOKENS)
-        made, extra = t.Qwen2VLForConditionalGeneration(config), patches
-    elif name == "qwen2_5_vl":
-        vision = PATCHES | {"window_size": 16, "fullatt_block_indexes": [1]}
-        config = t.Qwen2_5_VLConfig(text_config=MROPE, vision_config=vision, **TOKENS)
-        made, extra = t.Qwen2_5_VLForConditionalGeneration(config), patches
-    else:
-        vision = PATCHES | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-        config = t.Qwen3VLConfig(text_config=MROPE | {"head_dim": 8}, vision_config=vision, **TOKENS)
-        made, extra = t.Qwen3VLForConditionalGeneration(config), patches
-    return made, extra
+        extra["image_sizes"] = torch.tensor([[16, 16]] * 2)
+    elif name == "llava_next":  # by text alone
+        extra = None
+    config = transformers.AutoConfig.for_model(name, **WITH_IMAGES[name])
+    return transformers.AutoModelForImageTextToText.from_config(config), extra
