@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from parallel_ops.integrations import huggingface
-from support.integrations.huggingface import LENGTH, VOCAB, fully_sharded_steps
+from support.integrations.huggingface import LENGTH, VOCAB
 from support.integrations.huggingface_models import (
     CONFIGS,
     EXPERTS,
@@ -20,6 +20,7 @@ from support.integrations.huggingface_models import (
     assert_same,
     assert_same_step,
     batch,
+    fully_sharded_steps,
     kinds,
     model_of,
     saved_and_loaded,

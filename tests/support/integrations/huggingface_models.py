@@ -5,7 +5,10 @@ import io
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from parallel_ops.integrations import huggingface
 from support.integrations.huggingface import GPT2_SIZES, LENGTH, SIZES, VOCAB
 
 # Before Transformers 5 experts have separate weights, and stay Transformers'.
@@ -104,3 +107,25 @@ def assert_same_step(got, expected):
     assert got[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         assert_same(got[1][name], gradient)
+
+
+def fully_sharded_steps(rank, family, drop_in):
+    """Losses and gradient norms of three steps of FSDP2, each rank with a batch of its own."""
+    model = model_of(family, num_local_experts=8)  # Mixtral's
+    if drop_in:
+        huggingface.apply(model)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in model.transformer.h if family == "gpt2" else model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, results = torch.Generator().manual_seed(rank), []
+    for _ in range(3):
+        ids = torch.randint(VOCAB, (2, LENGTH), generator=generator)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
