@@ -1,9 +1,6 @@
 """The main job's tensor-parallel run: the same losses as on one process."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 
 import pytest
 
@@ -23,17 +20,6 @@ from support.runs.training import TINY
 MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
 
 
-def run(arguments, tmp_path, text):
-    command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "5", "--text", str(text)]
-    command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json"), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False, env=training.ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    return done, json.loads((tmp_path / "p.json").read_text())
-
-
 def check(result, names):
     for name in names:
         assert len(result[name]["losses"]) == 5
@@ -44,9 +30,8 @@ def check(result, names):
 
 @pytest.mark.runs
 def test_all_runs_have_one_loss_curve(tmp_path, text):
-    done, result = run(
-        ["--tp", "2", "--sequence-parallel", "--all", "--num-layers", "2", "--runs", "plain,fused"], tmp_path, text
-    )
+    options = ("--tp", "2", "--sequence-parallel", "--all", "--num-layers", "2", "--runs", "plain,fused")
+    done, result = training.run_demo(tmp_path, text, "--steps", "5", *options)
     assert all(line.startswith(("training ", "step ")) for line in done.stderr.splitlines())
     names = ["plain", "fused", "tp2", "dp2-tp2-zero3", "pp2"]
     assert done.stdout.split()[:5] == names
@@ -55,7 +40,8 @@ def test_all_runs_have_one_loss_curve(tmp_path, text):
 
 @pytest.mark.runs
 def test_ranks_that_share_sequences_and_weights_have_the_same_loss_curve(tmp_path, text):
-    _, result = run(["--tp", "2", "--cp", "2", "--sequence-parallel", "--runs", "fused"], tmp_path, text)
+    options = ("--tp", "2", "--cp", "2", "--sequence-parallel", "--runs", "fused")
+    _, result = training.run_demo(tmp_path, text, "--steps", "5", *options)
     check(result, ["fused", "tp2-cp2"])
 
 
@@ -86,31 +72,6 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     settings = demo_settings(MODEL, tmp_path / "missing", steps=2)
     with pytest.raises(RuntimeError, match=r"the tp2 run ended early: .*missing does not exist"):
         train({"tp2": in_parallel(settings, tp=2)})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tp", "0"], "tp must be at least 1, got 0"),
-        (["--all", "--batch", "3"], r"global_batch must be a multiple of dp * micro_batch (2), got 3"),
-        (["--tp", "3"], "model.num_heads is 2, which tp=3 must divide"),
-        (["--tp", "2", "--ffn-hidden-size", "5"], "model.ffn_hidden_size is 5, which tp=2 must divide"),
-        (
-            ["--tp", "2", "--sequence-parallel", "--seq-length", "31"],
-            "data.seq_length is 31, which tp * cp (2) must divide",
-        ),
-        (
-            ["--tp", "2", "--cp", "4", "--sequence-parallel", "--seq-length", "36"],
-            "data.seq_length is 36, which tp * cp (8) must divide",
-        ),
-        (["--cp", "0"], "cp must be at least 1, got 0"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
-    result = CliRunner().invoke(cli.app, [*TINY, *arguments])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def test_torchrun_is_left_out(monkeypatch):

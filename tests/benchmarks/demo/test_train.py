@@ -15,7 +15,7 @@ from benchmarks.demo.config import demo_settings
 from benchmarks.demo.data import load_text
 from benchmarks.demo.runs import ALONE, Run, demo_trainer, train
 from parallel_ops.models import Transformer, TransformerConfig
-from support.runs.training import ENVIRONMENT, TINY
+from support.runs.training import TINY, run_demo
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -158,12 +158,7 @@ def test_a_run_that_dies_is_reported(tmp_path, text):
 @pytest.mark.runs
 def test_command_end_to_end(text, tmp_path):
     """A real process: one table on stdout, lines of progress on stderr, a plot and a JSON file."""
-    command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "6", "--text", str(text)]
-    command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False,
-        env=ENVIRONMENT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done, result = run_demo(tmp_path, text, "--steps", "6")
     begun, *steps = done.stderr.splitlines()
     assert begun.startswith("training plain, ") and "6 steps each" in begun
     assert [line.split("  ")[0] for line in steps] == [f"step {step}/6" for step in range(1, 7)]
@@ -178,8 +173,6 @@ def test_command_end_to_end(text, tmp_path):
         assert row in done.stdout
     assert "\x1b" not in done.stdout
     assert done.stdout.endswith(f"written to {tmp_path / 'p.png'} and {tmp_path / 'p.json'}\n")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    result = json.loads((tmp_path / "p.json").read_text())
     assert len(result["matrix_products_seconds"]) == 6
     for name in ALONE:
         assert len(result[name]["losses"]) == len(result[name]["seconds"]) == 6
@@ -217,6 +210,19 @@ class TestCommandErrors:
             (["--activation", "relu"], "activation must be one of"),
             (["--positions", "none"], "positions must be one of"),
             (["--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
+            (["--tp", "0"], "tp must be at least 1, got 0"),
+            (["--all", "--batch", "3"], r"global_batch must be a multiple of dp * micro_batch (2), got 3"),
+            (["--tp", "3"], "model.num_heads is 2, which tp=3 must divide"),
+            (["--tp", "2", "--ffn-hidden-size", "5"], "model.ffn_hidden_size is 5, which tp=2 must divide"),
+            (
+                ["--tp", "2", "--sequence-parallel", "--seq-length", "31"],
+                "data.seq_length is 31, which tp * cp (2) must divide",
+            ),
+            (
+                ["--tp", "2", "--cp", "4", "--sequence-parallel", "--seq-length", "36"],
+                "data.seq_length is 36, which tp * cp (8) must divide",
+            ),
+            (["--cp", "0"], "cp must be at least 1, got 0"),
             (["--dtype", "float16"], "--dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ],
     )
