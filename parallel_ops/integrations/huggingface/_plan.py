@@ -40,7 +40,8 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
     done: set[int] = set()
     for name, part in models:
         if is_base(part) and id(part) not in done:
-            layouts = _layouts_of_tables(part)
+            tables = (m for m in part.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+            layouts = {_steps.table_layout(m) for m in tables}
             for path, module in part.named_modules(prefix=name):
                 if id(module) not in done:
                     done.add(id(module))
@@ -60,26 +61,14 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
 
 def _check(model: nn.Module, models: list[tuple[str, PreTrainedModel]]) -> None:
     """Raises TypeError if one of ``models``, which are parts of ``model``, is of another family."""
-    beside: set[int] = set()  # parts of models of text and images
-    for _, part in models:
-        if is_composite(part):
-            beside.update(id(m) for m in part.modules())
-    others = [m for _, m in models if not contains_base(m) or stock_of(m) is None]
-    others = [m for m in others if id(m) not in beside and not _is_in_a_base(m, models)]
+    # Beside a text model are those of images; within a base there may be others.
+    served = {id(m) for _, part in models if is_composite(part) or is_base(part) for m in part.modules()}
+    others = [m for _, m in models if id(m) not in served and (not contains_base(m) or stock_of(m) is None)]
     if others or not models:
         raise TypeError(
             f"apply: model is or contains a {described(others[0] if others else model)}, which is no model of "
             "transformers that docs/huggingface.md lists"
         )
-
-
-def _is_in_a_base(module: nn.Module, models: list[tuple[str, PreTrainedModel]]) -> bool:
-    return any(is_base(m) and any(part is module for part in m.modules()) for _, m in models)
-
-
-def _layouts_of_tables(base: nn.Module) -> set[str | None]:
-    """How the rotary tables of a model lie; ``None`` for those that are not recognized."""
-    return {_steps.table_layout(m) for m in base.modules() if type(m).__name__.endswith("RotaryEmbedding")}
 
 
 def _kept(name: str, part: PreTrainedModel, ops: Collection[str]) -> Iterator[Step]:

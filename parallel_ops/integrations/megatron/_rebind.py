@@ -63,16 +63,10 @@ def holders(package: str, value: Any, new: Any) -> list[Binding]:
     """Bindings to ``new`` of every name in a loaded module of ``package`` that is bound to ``value``."""
     return [
         Binding(module, name, value, new)
-        for module in _modules(package)
+        for module_name, module in list(sys.modules.items())
+        if module is not None and f"{module_name}.".startswith(f"{package}.")
         for name, held in list(vars(module).items())
         if held is value
-    ]
-
-
-def _modules(package: str) -> list[Any]:
-    inside = package + "."
-    return [
-        m for name, m in list(sys.modules.items()) if m is not None and (name == package or name.startswith(inside))
     ]
 
 

@@ -42,7 +42,9 @@ def topk_routing(original: Function, exact: bool) -> Function:
         fits = fits and groups_fit(topk, num_groups, group_topk) and logits.dtype in _DTYPES
         if exact and logits.dtype is not torch.float32:
             fits = False
-        if not fits or fused or router_replay is not None or given(options) or _deterministic():
+        # The original then fills its tensors by other functions of torch.
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if not fits or fused or router_replay is not None or given(options) or deterministic:
             if dense_output:  # since 0.17
                 options["dense_output"] = True
             return original(
@@ -72,11 +74,6 @@ def topk_routing(original: Function, exact: bool) -> Function:
 def groups_fit(topk: int, num_groups: int | None, group_topk: int | None) -> bool:
     """Whether a group's score is the sum of its two best, as in the op, or of no effect."""
     return not group_topk or not num_groups or group_topk == num_groups or topk // group_topk == 2
-
-
-def _deterministic() -> bool:
-    """The original then fills its tensors by other functions of torch."""
-    return torch.are_deterministic_algorithms_enabled()
 
 
 def permute(original: Function, exact: bool) -> Function:
