@@ -114,7 +114,7 @@ def test_every_tensor_of_every_compiled_kernel_is_freed():
     freed = {
         (op._schema.name, a) for op, given in calls for a, value in given.items() if isinstance(value, torch.Tensor)
     }
-    assert tensors == freed
+    assert tensors == freed, "an op or an argument without a form (tests/support/numerics/forms.py) or a call here"
 
 
 def test_less_memory_than_the_shape_needs():
