@@ -24,7 +24,8 @@ FLASH_ATTN_4 := 4.0.0b36
 # The Megatron-cores beside the one of constraints.txt. They ask for Python 3.12, and their Python runs on 3.11 too.
 MEGATRONS := 0.17.1 0.18.2 0.19.2
 
-# The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
+# The oldest Transformers and the last 4, each with the tokenizers that it asks for and a
+# datasets of their time, beside the one of constraints.txt.
 TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 
 # The DeepSpeed whose parser reads the planner's exports, without its kernels, and what it imports beside the rest.
@@ -103,8 +104,8 @@ test-transformers: venv
 	for versions in $(TRANSFORMERS); do \
 		folder=$(CURDIR)/$(VENV)/transformers-$${versions%+*}; \
 		test -d $$folder || $(PIP) --no-deps --target $$folder \
-			transformers==$${versions%+*} tokenizers==$${versions#*+} "huggingface_hub<1" requests urllib3 idna certifi \
-			charset-normalizer || exit 1; \
+			transformers==$${versions%+*} tokenizers==$${versions#*+} "huggingface_hub<1" datasets==3.6.0 requests \
+			urllib3 idna certifi charset-normalizer || exit 1; \
 		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface*.py || exit 1; \
 	done
 

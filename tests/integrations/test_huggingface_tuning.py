@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from parallel_ops.integrations import huggingface
 from support.integrations.huggingface import LENGTH, VOCAB
@@ -76,15 +77,21 @@ def tokenizer():
     )
 
 
+@pytest.fixture(scope="module")
+def trl():
+    if Version(transformers.__version__) < Version("4.56.2"):
+        pytest.skip("TRL asks for Transformers 4.56.2")
+    return pytest.importorskip("trl", reason="trl is no dependency")
+
+
 def text(row):
     return " ".join(f"w{token}" for token in row)
 
 
 # TRL's loss does not find the base model of Llama 4.
 @pytest.mark.parametrize("family", [name for name in FAMILIES[::2] if name != "llama4"])
-def test_supervised_tuning_by_trl(family, tmp_path, tokenizer):
+def test_supervised_tuning_by_trl(trl, family, tmp_path, tokenizer):
     """TRL puts a forward with a loss of its own over the model's; the ops of its layers run."""
-    trl = pytest.importorskip("trl", reason="trl is no dependency")
     datasets = pytest.importorskip("datasets", reason="datasets, with pyarrow, is no dependency")
     rows = datasets.Dataset.from_list([{"prompt": text(row[:5]), "completion": text(row[5:])} for row in tokens_of(6)])
     handle = compare(
@@ -99,8 +106,7 @@ def test_supervised_tuning_by_trl(family, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_preferences_and_rewards_by_trl(kind, tmp_path, tokenizer):
-    trl = pytest.importorskip("trl", reason="trl is no dependency")
+def test_preferences_and_rewards_by_trl(trl, kind, tmp_path, tokenizer):
     datasets = pytest.importorskip("datasets", reason="datasets, with pyarrow, is no dependency")
     given = tokens_of(12)
     if kind == "dpo":
