@@ -232,7 +232,9 @@ def _merged(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     merged: dict[tuple[str, str], Transfer] = {}
     for each in transfers:
         key = (each.group, each.collective)
-        before = merged.get(key)
-        names = ("count", "bytes", "seconds", "exposed") if before else ()
-        merged[key] = replace(before or each, **{name: getattr(before, name) + getattr(each, name) for name in names})
+        if before := merged.get(key):
+            names = ("count", "bytes", "seconds", "exposed")
+            merged[key] = replace(before, **{name: getattr(before, name) + getattr(each, name) for name in names})
+        else:
+            merged[key] = each
     return tuple(merged.values())

@@ -203,7 +203,8 @@ def run(found: Expected) -> Table:
 
 def memory(estimate: Estimate) -> Table:
     """Memory of each stage in GiB; of neighbours on one kind of GPU with the same parts once."""
-    parts = ">params", ">grads", ">optim", ">activ", ">logits", ">buffer", ">system"  # of ``DEVICE_MEMORY``
+    short = ">params", ">grads", ">optim", ">activ", ">logits", ">buffer", ">system"
+    parts = [name for _, name in zip(DEVICE_MEMORY, short, strict=True)]
     out = new_table("Memory of one GPU, GiB", ">stage", *parts, ">total", ">of")
     gpus = estimate.cluster.stage_gpus(estimate.plan.pp)
     groups: list[list[StageMemory]] = []

@@ -21,8 +21,16 @@ def bubble_rows() -> Iterator[Row]:
         for kind, published in row["bubble"].items():
             predicted = _bubble(kind, row["pp"], row["micro_batches"], times, sizes)
             name = f"{row['model']}, {kind}, {row['micro_batches']} micro-batches"
-            where = {"source": table("zero_bubble")["source"], "table": "table 5", "name": name, "role": "computed"}
-            yield Row(**where, quantity="bubble", unit="", published=published, predicted=predicted)
+            yield Row(
+                source=table("zero_bubble")["source"],
+                table="table 5",
+                name=name,
+                quantity="bubble",
+                unit="",
+                published=published,
+                predicted=predicted,
+                role="computed",
+            )
 
 
 def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:

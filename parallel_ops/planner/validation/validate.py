@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.feasibility import quick_memory_problem
@@ -152,9 +151,16 @@ def regrets(predicted: dict[tuple[str, str], float]) -> dict[str, float]:
 
 def _steps() -> Iterator[Row]:
     for row in measurements():
-        role = "fitted" if row.fitted else "held out"
-        where: dict[str, Any] = {"source": row.source, "table": row.table, "name": row.name, "unit": "s", "role": role}
-        yield Row(**where, quantity="step time", published=row.seconds, predicted=row.predicted())
+        yield Row(
+            source=row.source,
+            table=row.table,
+            name=row.name,
+            quantity="step time",
+            unit="s",
+            published=row.seconds,
+            predicted=row.predicted(),
+            role="fitted" if row.fitted else "held out",
+        )
 
 
 def memory_rows() -> Iterator[Row]:
@@ -180,8 +186,17 @@ def memory_rows() -> Iterator[Row]:
 
 
 def _memory_row(source: str, part: str, name: str, unit: str, published: float, parts: dict[str, float]) -> Row:
-    where = {"source": source, "table": part, "name": name, "unit": unit, "role": "held out"}
-    return Row(**where, quantity="memory", published=published, predicted=sum(parts.values()), parts=parts)
+    return Row(
+        source=source,
+        table=part,
+        name=name,
+        quantity="memory",
+        unit=unit,
+        published=published,
+        predicted=sum(parts.values()),
+        role="held out",
+        parts=parts,
+    )
 
 
 def _parts(stages: tuple[StageMemory, ...], unit: float, without: str = "") -> dict[str, float]:
