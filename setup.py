@@ -65,9 +65,8 @@ def build_command() -> type:
         """torch's, in which a failure of an optional extension is a warning, as it is in setuptools' own."""
 
         def build_extensions(self) -> None:
-            if (
-                self.editable_mode
-            ):  # not in a temporary folder, so that ninja compiles again only what a change concerns
+            # Not in a temporary folder, so that ninja compiles again only what a change concerns.
+            if self.editable_mode:
                 self.build_temp = f"build/{self.plat_name}-{sys.implementation.cache_tag}"
             super().build_extensions()
 
