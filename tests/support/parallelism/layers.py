@@ -14,6 +14,7 @@ from parallel_ops import layers
 from parallel_ops.comm import ParallelMesh, shard_sizes
 from parallel_ops.planner.plan import Plan
 from parallel_ops.tensor_parallel import DeferredWeightGradients
+from parallel_ops.train.parallelize_model import MESH_SIZES
 
 HIDDEN, HEADS, VOCAB = 16, 4, 30
 
@@ -25,7 +26,7 @@ def mesh_of(**sizes: int) -> ParallelMesh:
 
 
 def mesh_of_plan(plan: Plan) -> ParallelMesh:
-    return mesh_of(**{name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")})
+    return mesh_of(**{name: getattr(plan, name) for name in MESH_SIZES})
 
 
 def tp_mesh() -> DeviceMesh | None:

@@ -67,16 +67,12 @@ def train_killed(rank: int, settings: Settings, killed: tuple[int, ...], save: i
 
 def train_on_a_full_disk(rank: int, settings: Settings, save: int) -> Result:
     """From this save on no file can have more than some bytes, as the system says it."""
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with _in_saves(range(save, save + 1), fill, before=True), mock.patch.object(loop, "_PAUSE_SECONDS", 0.1):
-            return trainer_of(settings).train()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        contextlib.ExitStack() as disk,
+        _in_saves(range(save, save + 1), lambda: disk.enter_context(file_limit(4096)), before=True),
+        mock.patch.object(loop, "_PAUSE_SECONDS", 0.1),
+    ):
+        return trainer_of(settings).train()
 
 
 def train_where_saves_fail(rank: int, settings: Settings, failing: int, failures: int) -> tuple[int, list[str]]:
