@@ -151,8 +151,11 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
         patterns.check(settings, patterns.names_of(settings))
         patterns.freeze(empty, settings.model.freeze)
     built = parallelize(empty, mesh, settings.plan, **options)
-    # Offloaded parameters stay on the CPU.
+    # Offloaded parameters stay on the CPU: FSDP2 brings them to the device, but no buffers.
     built.to_empty(device="cpu" if settings.plan.offload != "none" else device)
+    for module in built.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if folder is None:
         built.reset_parameters()  # type: ignore[operator]
     else:

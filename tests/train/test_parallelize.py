@@ -131,3 +131,18 @@ def test_the_trainers_model_has_the_reduction_of_its_settings(grad_reduce):
         "parallel": {"dp": 2, "tp": 2, "global_batch": 8},
     }
     assert ranks(4).run(parallelized.reductions_of_settings, given) == [{grad_reduce}] * 4
+
+
+def test_offloaded_parameters_are_on_the_host_and_buffers_on_the_device():
+    """FSDP2 copies parameters to the device for each use. The bias of a router's choice is none."""
+    pytest.importorskip("pydantic")
+    given = {
+        "model": {
+            "vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+            "activation": "swiglu", "bias": False,
+            "experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "selection_bias": True},
+        },
+        "data": {"paths": ["tokens.bin"]},
+        "parallel": {"dp": 2, "zero": 3, "offload": "optimizer", "global_batch": 4},
+    }  # fmt: skip
+    assert ranks(2).run(parallelized.devices_of_offloaded, given) == [({"cpu"}, {"meta"})] * 2

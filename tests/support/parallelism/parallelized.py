@@ -40,6 +40,16 @@ def reductions_of_settings(rank: int, given: dict[str, Any]) -> set[str]:
     return set(reductions(build_model(settings, mesh, torch.device("cpu"), None)))
 
 
+def devices_of_offloaded(rank: int, given: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Where the trainer's model has its parameters and its buffers, with a device of its own as the GPU."""
+    from parallel_ops.train.build import build_model  # needs pydantic
+    from parallel_ops.train.config_file import settings_of
+
+    settings = settings_of(given)
+    model = build_model(settings, mesh_of(dp_shard=settings.plan.dp), torch.device("meta"), None)
+    return {p.device.type for p in model.parameters()}, {b.device.type for b in model.buffers()}
+
+
 def train(
     rank: int, kind: str, sizes: dict[str, int], options: dict[str, Any], accumulation: int = 1, steps: int = 2
 ) -> tuple[list[float], list[float]]:
