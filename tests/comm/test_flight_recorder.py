@@ -1,0 +1,71 @@
+"""The calls that a rank waits in, of torch's two recorders: NCCL's are in one of their own, by a stand-in for it."""
+
+import itertools
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from parallel_ops.comm import flight_recorder
+
+_numbers = itertools.count(1)
+
+
+def call(name, *, state="completed", number=1, p2p=False, sizes=((4, 8),)):
+    return {
+        "profiling_name": name, "state": state, "retired": state == "completed", "process_group": ["3", "tp"],
+        "pg_id": 3, "collective_seq_id": number, "p2p_seq_id": number, "is_p2p": p2p, "time_created_ns": next(_numbers),
+        "input_sizes": sizes, "input_dtypes": ["BFloat16"], "output_sizes": (), "output_dtypes": (),
+    }  # fmt: skip
+
+
+def recorder(*, nccl, gloo=(), answers=True):
+    """What a build of torch with NCCL has; the pickles are names."""
+
+    def handler(_, response):
+        if not answers:
+            threading.Event().wait()
+        response.set_content(json.dumps({"entries": nccl}), "application/json")
+
+    return SimpleNamespace(
+        _get_handler={"dump_nccl_trace_json": handler}.__getitem__, _dump_nccl_trace=lambda: b"nccl",
+        _dump_fr_trace_json=lambda: json.dumps({"entries": gloo} if gloo else {}), _dump_fr_trace=lambda: b"gloo",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo", "said", "file"),
+    [
+        (
+            [call("nccl:all_gather"), call("nccl:all_reduce", state="started", number=2)], [call("gloo:send")],
+            "all_reduce number 2 of group tp, 32 x BFloat16", b"nccl",
+        ),
+        # Calls of a batch never change their own state.
+        (
+            [call("nccl:recv 0<-1", state="scheduled", p2p=True), call("nccl:coalesced", p2p=True, sizes=()),
+             call("nccl:recv 0<-1", state="scheduled", number=2, p2p=True),
+             call("nccl:coalesced", state="scheduled", number=2, p2p=True, sizes=())], [],
+            "recv 0<-1 number 2 of group tp, 32 x BFloat16", b"nccl",
+        ),
+        (
+            [call("nccl:all_gather")], [call("gloo:all_reduce", state="scheduled", number=7)],
+            "all_reduce number 7 of group tp, 32 x BFloat16", b"gloo",
+        ),
+        ([call("nccl:all_gather")], [], None, b"nccl"),
+    ],
+    ids=["nccl", "batch", "gloo", "none"],
+)  # fmt: skip
+def test_the_call_that_does_not_end_is_named(nccl, gloo, said, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_recorder", recorder(nccl=nccl, gloo=gloo))
+    path = tmp_path / "new" / "rank_2"
+    waits = "" if said is None else f"; rank 2 waits in {said}"
+    assert flight_recorder.report(path.parent, 2) == f"{waits}; torch's flight recorder: {path}"
+    assert path.read_bytes() == file
+
+
+def test_a_record_that_does_not_come_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_recorder", recorder(nccl=[call("nccl:all_gather")], answers=False))
+    monkeypatch.setattr(flight_recorder, "_SECONDS", 0.1)
+    assert flight_recorder.report(tmp_path, 0) == ""
+    assert not list(tmp_path.iterdir())
