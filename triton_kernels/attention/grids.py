@@ -39,13 +39,17 @@ def group_splits(programs: int, group: int, device: torch.device) -> int:
     return group
 
 
+# Of a tile; offsets within it are of 32 bits up to strides of 2^22.
+MOST_TOKENS = 512
+
+
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(t.stride(axis) for t in tensors for axis in (0, 1, 2))
 
 
 def hints_of(strides: tuple[int, ...]) -> dict[str, int | bool]:
-    """A divisor of all strides, and whether offsets within a tile of up to 512 tokens take more than 32 bits."""
-    return {"UNIT": unit_of(*strides), "WIDE": max(strides) >= 2**22}
+    """A divisor of all strides, and whether offsets within a tile take more than 32 bits."""
+    return {"UNIT": unit_of(*strides), "WIDE": max(strides) * MOST_TOKENS >= 2**31}
 
 
 def dims_of(q: Tensor, v: Tensor) -> dict[str, int]:

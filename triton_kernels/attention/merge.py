@@ -12,7 +12,7 @@ from parallel_ops.triton_kernels._common import aligned, cdiv, next_power_of_2, 
 from parallel_ops.triton_kernels._launch import launch, remembered
 from parallel_ops.triton_kernels._math import exp_nonpositive, reciprocal
 from parallel_ops.triton_kernels.attention.common import load_tile, store_tile, stride
-from parallel_ops.triton_kernels.attention.grids import dims_of, hints_of, strides_of
+from parallel_ops.triton_kernels.attention.grids import MOST_TOKENS, dims_of, hints_of, strides_of
 
 _MERGE_UNSPECIALISED = [
     "queries", "heads", "blocks", "lse_batch", "lse_head", "statistics_plane", "statistics_batch", "statistics_head",
@@ -110,7 +110,7 @@ def merge(block: Tensor, logsumexp: Tensor, out: Tensor, statistics: Tensor) -> 
     if block.stride(3) != 1 and dims > 1:
         block = block.contiguous()
     block_dims = next_power_of_2(dims)
-    block_queries = max(16, 4096 // block_dims)  # 16 elements of each a thread
+    block_queries = min(MOST_TOKENS, max(16, 4096 // block_dims))  # 16 elements of each a thread
     blocks = cdiv(queries, block_queries)
     strides = strides_of(block, out)
     launch(

@@ -9,7 +9,7 @@ from parallel_ops.triton_kernels._common import aligned, cdiv, next_power_of_2, 
 from parallel_ops.triton_kernels._launch import launch, remembered
 from parallel_ops.triton_kernels._math import reciprocal
 from parallel_ops.triton_kernels.attention.common import load_tile, stride
-from parallel_ops.triton_kernels.attention.grids import hints_of, strides_of
+from parallel_ops.triton_kernels.attention.grids import MOST_TOKENS, hints_of, strides_of
 
 _ROWS_UNSPECIALISED = [
     "queries", "heads", "blocks", "statistics_plane", "statistics_batch", "statistics_head",
@@ -59,7 +59,7 @@ def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tenso
         return
     queries, batch, heads, dims = grad_out.shape
     block_dims = next_power_of_2(dims)
-    block = max(16, 8192 // block_dims)  # 32 elements of each a thread
+    block = min(MOST_TOKENS, max(16, 8192 // block_dims))  # 32 elements of each a thread
     blocks = cdiv(queries, block)
     strides = strides_of(grad_out, out)
     launch(

@@ -52,6 +52,23 @@ def test_slices_of_other_tensors():
     assert not whole[:30].count_nonzero() and not whole[70:].count_nonzero()
 
 
+@pytest.mark.parametrize("d", [1, 4, 8, 64])
+def test_32_bits_hold_offsets_within_a_tile(d):
+    """Of any width of heads, here and in the pass before a backward."""
+    from parallel_ops.triton_kernels.attention import rows
+
+    stride, s = 2**22 - 16, 8192
+    x, out = (torch.empty_strided((s, 1, 1, d), (stride, d, d, 1), dtype=t, device="meta") for t in (BF16, FP32))
+    lse, statistics, of_rows = (torch.empty(*shape, s, device="meta") for shape in ((1, 1), (2, 1, 1), (3, 1, 1)))
+    with aot.recorded() as launches:
+        kernel(x, lse, out, statistics)
+        rows.gradient_rows(x, x, statistics, of_rows)
+    assert len(launches) == 2
+    for launch in launches:
+        constants = dict(launch.constants)
+        assert constants["WIDE"] or (constants["BLOCK_QUERIES"] - 1) * stride + d <= 2**31, launch
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("d", [64, 128, 256])
