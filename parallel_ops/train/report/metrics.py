@@ -82,7 +82,8 @@ class Metrics:
         if step.evaluation_loss is not None:
             record["evaluation_loss"] = _finite(step.evaluation_loss)
         record |= step.experts or {}
-        self.records.append(record)
+        if self.settings.plot is not None:
+            self.records.append(record)
         if self._jsonl is not None:
             self._lines += json.dumps(record) + "\n"
             with self._optional(str(self.settings.jsonl)):
