@@ -142,9 +142,13 @@ def _plan_of(mesh: ParallelMesh) -> Plan:
 
 def check_sizes(caller: str, mesh: ParallelMesh, plan: Plan) -> None:
     """ValueError: The mesh has other sizes than the plan."""
-    for name in MESH_SIZES:
-        if mesh.size(name) != getattr(plan, name):
-            raise ValueError(f"{caller}: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
+    sizes = {name: getattr(plan, name) for name in MESH_SIZES}
+    for name, size in sizes.items():
+        if mesh.size(name) != size:
+            wanted = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+            raise ValueError(
+                f"{caller}: the plan has {name}={size}, the mesh {mesh.size(name)}; make it ParallelMesh({wanted})"
+            )
 
 
 def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:

@@ -103,7 +103,7 @@ def test_any_module_gets_recomputation():
 @pytest.mark.parametrize(
     ("plan", "options", "message"),
     [
-        (Plan(tp=2), {}, "the plan has tp=2, the mesh 1"),
+        (Plan(tp=2), {}, r"the plan has tp=2, the mesh 1; make it ParallelMesh\(tp=2\)"),
         (Plan(recompute="operators"), {}, "recompute must be one of"),
         (Plan(recompute="experts"), {}, "recompute='experts' needs a model with experts"),
         (Plan(dtype="fp8"), {}, "dtype must be one of"),
