@@ -34,6 +34,10 @@ class ExpertsConfig(Checked):
 
     Raises:
         ValueError: naming the field that is wrong.
+
+    Examples:
+        >>> from parallel_ops.models import ExpertsConfig
+        >>> mixtral = ExpertsConfig(num_experts=8, top_k=2, ffn_hidden_size=14336)
     """
 
     num_experts: int

@@ -17,6 +17,12 @@ class LatentAttentionConfig(Checked):
 
     Raises:
         ValueError: naming the field that is wrong.
+
+    Examples:
+        >>> from parallel_ops.models import LatentAttentionConfig
+        >>> deepseek = LatentAttentionConfig(
+        ...     q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ... )
     """
 
     kv_lora_rank: int
