@@ -227,8 +227,19 @@ class ParallelMoE(ShardedModule):
 
     @torch.no_grad()
     def _count(self, load: Tensor, capacity: int | None) -> None:
-        if self.training and not in_backward():  # otherwise this is a recomputation
+        compiled = torch.compiler.is_compiling()
+        if self.training and (compiled or not in_backward()):  # otherwise this is a recomputation
+            load = _of_forward(load) if compiled else load
             self.load = load.long() if self.load is None else self.load + load
             if capacity is not None:
                 dropped = (load.long() - capacity).clamp(min=0).sum()
                 self.dropped = dropped if self.dropped is None else self.dropped + dropped
+
+
+@torch.library.custom_op("parallel_ops::load_of_forward", mutates_args=())
+def _of_forward(load: Tensor) -> Tensor:
+    """The load, in a recomputation zeros: compiled code is that of the forward, so it asks when it runs."""
+    return torch.zeros_like(load) if in_backward() else load.clone()
+
+
+_of_forward.register_fake(torch.empty_like)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from parallel_ops.layers import ParallelMoE
 from support.parallelism import expert_parallel as on_rank
@@ -208,3 +209,18 @@ def test_experts_in_a_loop_of_ones_own(sizes, explicit):
         assert got.keys() == want.keys()
         for name, grad in want.items():
             torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "recomputed by reentrance"])
+def test_compiles_to_one_graph_that_counts_its_forwards(reentrant):
+    torch.manual_seed(0)
+    moe, x, found = ParallelMoE(12, 10, 4, 2, tp_mesh=None, capacity_factor=0.5), torch.randn(5, 3, 12), []
+    for run in (moe, torch.compile(moe, fullgraph=True, backend="aot_eager")):
+        moe.reset_counts()
+        for _ in range(2):
+            own = x.clone().requires_grad_()
+            y = run(own) if reentrant is None else checkpoint(run, own, use_reentrant=reentrant)
+            y.square().sum().backward()
+        found.append((y.detach(), own.grad, moe.load, moe.dropped))
+    assert found[0][2].sum() == 2 * 5 * 3 * 2 and found[0][3] > 0
+    torch.testing.assert_close(found[1], found[0])
