@@ -1,6 +1,7 @@
 """Linears that are whole on every rank: narrow projections, and the router that chooses among experts."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -148,6 +149,6 @@ class Router(Replicated):
         """
         weight, bias = self._local()
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):  # raises for meta
             logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
         return route(logits, self.top_k, bias=self.selection_bias, **self._options)

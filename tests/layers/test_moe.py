@@ -35,6 +35,12 @@ def test_the_selection_bias_keeps_its_bits_in_a_model_of_16_bits(dtype):
     assert moe.double().router.selection_bias.dtype is torch.float64
 
 
+def test_a_forward_on_the_meta_device_has_the_shape_alone():
+    moe = ParallelMoE(12, 10, 4, 2, tp_mesh=None, shared_experts=1, device="meta")
+    y = moe(torch.empty(5, 3, 12, device="meta"))
+    assert (y.shape, y.device.type) == ((5, 3, 12), "meta")
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_process_is_a_loop_over_the_experts(options):
     torch.manual_seed(0)
