@@ -233,6 +233,8 @@ def propagates_errors(forward: Callable[P, R]) -> Callable[P, R]:
         with propagate_errors(name, module.group, *args[1:], *kwargs.values()):  # type: ignore[attr-defined]
             return forward(*args, **kwargs)
 
+    # torch.compile counts recompilations by code object: all classes would share the limit of one.
+    call.__code__ = call.__code__.replace(co_name=forward.__name__)  # type: ignore[attr-defined]
     return call
 
 

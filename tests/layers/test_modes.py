@@ -119,6 +119,14 @@ def test_compiles_to_one_graph(kind, sequence_parallel):
         torch.testing.assert_close(one_graph, eager, rtol=1e-4, atol=1e-5)
 
 
+def test_each_class_of_layers_has_a_recompilation_limit_of_its_own():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for kind in ("column", "gelu", "attention", "embedding", "layer"):
+            module, (x, _) = build(kind), inputs(kind, 8, torch.float32)
+            torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="eager")(x), module(x))
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_weight_gradients_go_where_the_layer_is_told(sequence_parallel):
     plain = ranks(2).run(with_handles, sequence_parallel, False, False)
