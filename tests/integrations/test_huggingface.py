@@ -25,6 +25,7 @@ from support.integrations.huggingface_models import (
     model_of,
     saved_and_loaded,
     step,
+    tensor_parallel_step,
 )
 from support.ranks.distributed import ranks
 
@@ -158,6 +159,15 @@ def test_fully_sharded(family):
     for of_stock, of_ours in zip(stock, ours, strict=True):
         for expected, got in zip(of_stock, of_ours, strict=True):
             assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.skipif(OLD, reason="the plan is for the modules of Transformers 5")
+@pytest.mark.parametrize("sharded_loss", [False, True])
+def test_torch_tensor_and_sequence_parallelism_after_apply(sharded_loss):
+    (stock, _), *_ = ranks(2).run(tensor_parallel_step, False, sharded_loss)
+    for ours, counted in ranks(2).run(tensor_parallel_step, True, sharded_loss):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+        assert "unused: 5 x rms_norm: it got a DTensor" in counted
 
 
 @kinds

@@ -161,7 +161,7 @@ def obstacle(module: nn.Module, stock: type[nn.Module], unused: Mapping[str, nn.
     if inspect.unwrap(type(module).forward) is not inspect.unwrap(stock.forward):
         return f"its class {described(module)} overrides the forward of {stock.__name__}"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return "it is sharded: apply first, and tensor-parallel plans are not covered"
+        return "it is sharded: apply first"
     for name, child in (unused or {}).items():
         if is_hooked(child):
             return f"there are hooks on {name}, a {described(child)}, that would no longer be called"

@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import activations
 
 from parallel_ops.integrations.huggingface._fused import described, is_hooked, is_own, stock_class
 from parallel_ops.integrations.huggingface._trial import Draw, stand_in, tried
-from parallel_ops.integrations.huggingface._use import DEFERRED
+from parallel_ops.integrations.huggingface._use import DEFERRED, went_to_stock
 from parallel_ops.ops import bias_dropout_add, bias_gelu, bias_swiglu, gelu_mul, layer_norm, rms_norm, silu_mul
 
 
@@ -75,12 +76,15 @@ NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
-    formula = NORMS[kind]
+    formula, op = NORMS[kind], "rms_norm" if "rms" in kind else "layer_norm"
     theirs = [*inspect.signature(inspect.unwrap(stock.forward)).parameters][1]
 
     def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         if theirs in kwargs:  # stock classes have several names for it
-            kwargs["x"] = kwargs.pop(theirs)
+            args = (*args, kwargs.pop(theirs))
+        if args and isinstance(args[0], DTensor):  # as torch's SequenceParallel passes it
+            went_to_stock(self, op, "got a DTensor")
+            return stock.forward(self, *args, **kwargs)
         return formula(self, *args, **kwargs)
 
     return {"forward": forward}

@@ -145,8 +145,11 @@ def _auxiliary_loss(model: Any, stock: Any, router_logits: tuple[Tensor, ...], m
     return loss
 
 
-def _loss_of_logits(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **options: Any) -> Tensor:
+def _loss_of_logits(logits: Tensor, labels: Tensor, vocab_size: Any = None, **options: Any) -> Tensor:
     """Transformers' ``ForCausalLMLoss`` without a copy of the logits in float32."""
+    if isinstance(logits, DTensor):  # sharded by vocabulary, for torch's loss_parallel
+        whole: Tensor = loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **options)
+        return whole
     of_the_loss = {name: options.get(name) for name in _OF_THE_LOSS[1:]}
     return _reduced(functools.partial(cross_entropy, logits), logits, labels, **of_the_loss)
 

@@ -1,5 +1,6 @@
 """Tiny models of Transformers and their training steps."""
 
+import contextlib
 import io
 
 import pytest
@@ -7,6 +8,15 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from parallel_ops.integrations import huggingface
 from support.integrations.huggingface import GPT2_SIZES, LENGTH, SIZES, VOCAB
@@ -129,3 +139,36 @@ def fully_sharded_steps(rank, family, drop_in):
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))
     return results
+
+
+def tensor_parallel_step(rank, drop_in, sharded_loss):
+    """Loss and whole gradients of a Llama under torch's tensor and sequence parallelism, and what ``apply`` counted."""
+    model = model_of("llama", vocab_size=64)
+    if drop_in:
+        huggingface.apply(model, skip_logits=False)
+    whole, rows = Replicate(), Shard(1)
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=rows, use_local_output=False)
+    head = ColwiseParallel(
+        input_layouts=rows, output_layouts=Shard(-1) if sharded_loss else whole, use_local_output=not sharded_loss
+    )
+    gathered = {"input_kwarg_layouts": {"hidden_states": rows}, "desired_input_kwarg_layouts": {"hidden_states": whole}}
+    layer = {
+        "*layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(**gathered),
+        "self_attn.[qkv]_proj": column,
+        "self_attn.o_proj": row,
+        "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+        "mlp.gate_proj": column,
+        "mlp.up_proj": column,
+        "mlp.down_proj": row,
+    }
+    tokens = RowwiseParallel(input_layouts=whole, output_layouts=rows, use_local_output=False)
+    plan = {"model.embed_tokens": tokens, "model.norm": SequenceParallel(), "lm_head": head}
+    plan |= {f"model.layers.*.{name}": style for name, style in layer.items()}
+    parallelize_module(model, init_device_mesh("cpu", (torch.distributed.get_world_size(),)), plan)
+    with loss_parallel() if sharded_loss else contextlib.nullcontext():
+        loss = model(**batch(), use_cache=False).loss
+        loss.backward()
+    found = {"loss": loss} | {name: p.grad for name, p in model.named_parameters()}
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
+    return {name: t.detach() for name, t in found.items()}, str(huggingface.applied(model))
