@@ -200,8 +200,10 @@ def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
         )
         name = ctx.module.group.group_name
         total = primitives.all_reduce(flat, True, name, f"backward of {type(ctx.module).__name__}")
-        for i, shape, part in zip(some, shapes, total.split([s.numel() for s in shapes]), strict=True):
-            grads[i] = part.view(shape)
+        parts = total.split([s.numel() for s in shapes])
+        for i, shape, part in zip(some, shapes, parts, strict=True):
+            # torch deep-copies no DTensor whose local tensor begins in the middle of its memory.
+            grads[i] = (part.clone() if part.storage_offset() else part).view(shape)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

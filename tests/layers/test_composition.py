@@ -153,9 +153,10 @@ def hidden_gradients(rank: int, layout: str, main: bool, before: bool) -> None:
 
 
 def copies(rank: int, layout: str) -> bool:
-    """Whether a deep copy of a model over a mesh computes what the model does."""
+    """Whether a deep copy of a model over a mesh, which has gradients, computes what the model does."""
     run = Run(layout, seed=0)
     tokens, targets = torch.randint(VOCAB, (2, LENGTH, BATCH), generator=torch.Generator().manual_seed(0)).unbind()
+    run.model(tokens, targets).backward()
     return bool(copy.deepcopy(run.model)(tokens, targets) == run.model(tokens, targets))
 
 
