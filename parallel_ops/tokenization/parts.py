@@ -121,17 +121,21 @@ class Store:
                 if out_mask is not None:
                     out_mask.write(part.loss.data)
             if not tokens:
+                self._remove()
                 raise ValueError(f"the input of {self.output} has no text in it")
             every = np.concatenate(lengths)
             with _renamed(self.output.with_suffix(".idx")) as file:
                 indexed.write(file, every[every > 0], dtype, masked=masked)
-        # Calls that were killed here may have left an output in part.
+        self._remove()
+        return len(every), tokens, loss, empty
+
+    def _remove(self) -> None:
+        """Removes the parts, and what calls that were killed here may have left of the output."""
         left = [self.output.parent.glob(f".{glob.escape(path.name)}.[0-9]*.part") for path in self._outputs()]
         for path in (*self._paths(), *self._folder.glob(".*.part"), *itertools.chain(*left)):
             path.unlink()
         with contextlib.suppress(OSError):  # files of somebody else are in it
             self._folder.rmdir()
-        return len(every), tokens, loss, empty
 
     def _outputs(self) -> list[Path]:
         return [self.output.with_suffix(suffix) for suffix in (".bin", ".idx", ".mask")]

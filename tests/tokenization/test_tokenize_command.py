@@ -179,3 +179,4 @@ class TestCommand:
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.count("\n") == 1, err
         assert err.startswith("error: ") and message.format(tokenizer=tokenizer) in err
+        assert not (tmp_path / "a.parts").exists()
