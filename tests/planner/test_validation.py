@@ -174,6 +174,7 @@ class TestValidate:
         for row in data["rows"][:10]:
             assert f"{row['published']:.4g}" in table and f"{row['predicted']:.4g}" in table
         assert all(promise["name"] in table for promise in data["promises"])
+        assert "llm-foundry: h100" in table and "vTrain: 2 to 8 GPUs" in table  # who published it, not half a title
 
     def test_a_broken_promise_is_exit_code_1(self, run, app, monkeypatch):
         report = Report(rows=(), promises=(Promise(name="step time", value=0.2, limit=0.1),))

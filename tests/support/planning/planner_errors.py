@@ -130,7 +130,7 @@ SHORT = {
     "Narayanan et": "arXiv:2104.04473,",
     "Qi et al., Z": "arXiv:2401.10241,",
     "Llama team, ": "arXiv:2407.21783 and 2412.19437,",
-    "Iteration ti": "vTrain,",
-    "Training thr": "llm-foundry,",
+    "vTrain: iter": "vTrain,",
+    "llm-foundry:": "llm-foundry,",
     "torchtitan, ": "torchtitan, H100 of 500 W,",
 }
