@@ -26,7 +26,7 @@ def script(system: ExportTarget, text: str, cluster: Cluster, plan: Plan, launch
     if launcher not in LAUNCHERS:
         raise unknown("launcher", launcher, LAUNCHERS)
     if not system.command:
-        raise ValueError(f"{system.name}: it is a command already; systems with a script: those of --for")
+        raise ValueError(f"{system.name}: it is a command already; leave --launcher out")
     per_node = min(plan.gpus, cluster.gpus_per_node)
     if plan.gpus % per_node:
         raise ValueError(f"{system.name}: {plan.gpus} GPUs do not fill nodes of {per_node}")

@@ -88,7 +88,7 @@ def test_megatron_orders_kernels_where_it_must(cluster, changes, value):
 def test_unknown_launchers_and_formats_without_a_script():
     with pytest.raises(ValueError, match="unknown launcher 'slurn'; nearest: slurm"):
         written("megatron", PLANS["megatron"], "slurn")
-    with pytest.raises(ValueError, match="torchrun: it is a command already"):
+    with pytest.raises(ValueError, match="torchrun: it is a command already; leave --launcher out"):
         written("torchrun", PLANS["megatron"], "slurm")
 
 
