@@ -101,6 +101,7 @@ def plan_command(
         tables.plans(shown, ties),
         f"{best.error_band.sentence()} {comparison.tied(result, ties)}".rstrip(),
         *workload.sentences(best),
+        *tables.price(best),
         *comparison.beside(result),
         times,
         f"[dim]{tables.NOTATION}[/dim]",

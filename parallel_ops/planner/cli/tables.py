@@ -175,11 +175,22 @@ def summary(estimate: Estimate) -> Table:
     out.add_row("bubble: the slowest rank waits, of the pipeline's time", f"{estimate.bubble_fraction:.1%}")
     if estimate.cost:
         out.add_row("cost of a step", f"{estimate.cost:,.2f}", time)
-        million = estimate.cost / (estimate.loss_tokens_per_second * estimate.step / 1e6)
-        out.add_row("cost of a million tokens in the loss", f"{million:,.4f}", time)
+        out.add_row("cost of a million tokens in the loss", f"{_million(estimate):,.4f}", time)
     if estimate.energy:
         out.add_row("energy of a step", f"{estimate.energy / 3.6e6:,.2f} kWh", time)
     return out
+
+
+def price(estimate: Estimate) -> list[str]:
+    """The cost of the first plan, as a sentence; none without a price."""
+    if not estimate.cost:
+        return []
+    tokens = f"a million tokens in the loss {_million(estimate):,.4f}"
+    return [f"Cost of the first plan: a step {estimate.cost:,.2f}, {tokens}."]
+
+
+def _million(estimate: Estimate) -> float:
+    return estimate.cost / (estimate.loss_tokens_per_second * estimate.step / 1e6)
 
 
 def run(found: Expected) -> Table:

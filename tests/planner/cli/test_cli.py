@@ -44,6 +44,12 @@ class TestPlan:
         assert "Plans that cannot run" in out and "memory" in out
         assert "matmul: " in out and "of the step time between -20 % and +20 %" in out
 
+    def test_a_price_gives_a_cost(self, run):
+        few = ["plan", *SMALL, "--only", "zero=1,schedule=1f1b,micro_batch=1", "--price", 2]
+        cost = json.loads(run(*few, "--json")[1])["plans"][0]["cost"]
+        million = cost / (128 * 8192 / 1e6)
+        assert f"a step {cost:,.2f}, a million tokens in the loss {million:,.4f}." in run(*few)[1]
+
     def test_every_figure_has_its_band_and_ties_are_said(self, run):
         few = ["plan", *SMALL, "--only", "zero=1,schedule=1f1b:zb-v,micro_batch=1:2"]
         data = json.loads(run(*few, "--json")[1])
