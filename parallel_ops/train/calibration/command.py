@@ -21,6 +21,7 @@ from parallel_ops.train.calibration.fit import Measured, as_json, cluster_of
 from parallel_ops.train.calibration.measure import measure
 from parallel_ops.train.launch.malloc import keep_freed_memory
 from parallel_ops.train.planner_bridge import gpu_here
+from parallel_ops.train.report.outputs import check_file
 
 
 def calibrate(
@@ -35,11 +36,11 @@ def calibrate(
 
     Raises:
         ValueError: ``path`` is no ``.json``, there are more processes than GPUs, or the times make no sense.
+        OSError: ``path`` cannot be written.
     """
     if path.suffix != ".json":
         raise ValueError(f"calibrate: FILE must end in .json, got {path}")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"calibrate: {path} is a folder, or in none that is there")  # before a minute is spent
+    check_file("calibrate", path)  # before a minute is spent
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = processes or gpus or 2
     if gpus and ranks > gpus:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -162,8 +163,10 @@ def test_measured_machine_is_read_by_the_planner(tmp_path):
 def test_bad_arguments_name_themselves(tmp_path):
     with pytest.raises(ValueError, match=r"FILE must end in \.json, got .*machine\.toml"):
         calibrate(tmp_path / "machine.toml", 2, 1.0)
-    with pytest.raises(ValueError, match=r"calibrate: .*machine\.json is a folder, or in none that is there"):
-        calibrate(tmp_path / "nowhere" / "machine.json", 2, 1.0)
+    (tmp_path / "folder.json").mkdir()
+    for path, message in ((tmp_path / "folder.json", "is a folder"), (Path("/proc/machine.json"), "cannot be written")):
+        with pytest.raises(OSError, match=f"calibrate: {path.parent}.* {message}"):  # before anything is measured
+            calibrate(path, 2, 1.0)
     path = tmp_path / "machine.json"
     path.write_text('{"constants": [1]}')
     with pytest.raises(ValueError, match="constants must be a JSON object"):
