@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 # Options of several commands.
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 on a CPU by default.")]
-Links = Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")]
+Links = Annotated[list[float] | None, typer.Option(min=1e-3, help="GB/s of the paced link; repeatable.")]
 Output = Annotated[Path | None, typer.Option(help="Folder for the CSV file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: a look, not a result.")]
 

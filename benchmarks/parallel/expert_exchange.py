@@ -37,14 +37,18 @@ _RANKS = 2
 
 
 def main(
-    share: Annotated[list[float] | None, typer.Option(help="Of messages in the computation; repeatable.")] = None,
-    chunks: Annotated[list[int] | None, typer.Option(help="Groups of a rank's experts; repeatable.")] = None,
-    experts: Annotated[int, typer.Option(help="Of the layer.")] = 16,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
-    tokens: Annotated[int, typer.Option(help="Of each rank.")] = 2_048,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
-    ffn: Annotated[int, typer.Option(help="Width of an expert.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown, after one that is not timed.")] = 9,
+    share: Annotated[
+        list[float] | None, typer.Option(min=0, help="Of messages in the computation; repeatable.")
+    ] = None,
+    chunks: Annotated[list[int] | None, typer.Option(min=1, help="Groups of a rank's experts; repeatable.")] = None,
+    experts: Annotated[int, typer.Option(min=1, help="Of the layer.")] = 16,
+    top_k: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 2_048,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 512,
+    ffn: Annotated[int, typer.Option(min=1, help="Width of an expert.")] = 512,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of which the median is shown, after one that is not timed.")
+    ] = 9,
 ) -> None:
     """Times of a layer whose experts are computed in groups, over a link whose time is a share of the computation."""
     shares, groups = share or [0.25, 0.5, 1.0], chunks or [1, 2, 4]

@@ -207,9 +207,11 @@ def main(
     transport: Annotated[str, typer.Option(help="paced, c10d or nccl; the last two under torchrun.")] = "paced",
     model: Annotated[list[str] | None, typer.Option(help="llama-70b or gpt-175b; both by default.")] = None,
     link: options.Links = None,
-    latency_us: Annotated[float, typer.Option(help="Latency of a chunk on the paced link.")] = 0.0,
-    size: Annotated[int, typer.Option(help="Tensor-parallel ranks of the paced link; else those of torchrun.")] = 8,
-    scale: Annotated[int | None, typer.Option(help="Divides every dimension: 1 on a GPU, 4 on a CPU.")] = None,
+    latency_us: Annotated[float, typer.Option(min=0, help="Latency of a chunk on the paced link.")] = 0.0,
+    size: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks of the paced link; else those of torchrun.")
+    ] = 8,
+    scale: Annotated[int | None, typer.Option(min=1, help="Divides every dimension: 1 on a GPU, 4 on a CPU.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = None,
     quick: options.Quick = False,

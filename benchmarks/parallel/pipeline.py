@@ -43,12 +43,14 @@ SEQUENCES = 8
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="Of each F, I and W; half of it with two stages a rank.")] = 0.2,
-    micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 8,
-    ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    seconds: Annotated[float, typer.Option(min=0, help="Of each F, I and W; half of it with two stages a rank.")] = 0.2,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
     host: Annotated[bool, typer.Option("--host", help="Host time of an action.")] = False,
     model: Annotated[bool, typer.Option("--model", help="Two stages of a model beside one process.")] = False,
-    rounds: Annotated[int, typer.Option(help="Steps of which the median is shown, after one that is not timed.")] = 7,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Steps of which the median is shown, after one that is not timed.")
+    ] = 7,
 ) -> None:
     """Prints a table."""
     if host:

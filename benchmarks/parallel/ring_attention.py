@@ -169,12 +169,14 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
 def main(
     processes: Annotated[bool, typer.Option("--processes", help="Ranks of torchrun in place of a paced link.")] = False,
     link: options.Links = None,
-    size: Annotated[int, typer.Option(help="Ranks of the paced link; else those of torchrun.")] = 8,
-    tokens: Annotated[int | None, typer.Option(help="Of a rank: 8192 on a GPU, 512 on a CPU by default.")] = None,
+    size: Annotated[int, typer.Option(min=1, help="Ranks of the paced link; else those of torchrun.")] = 8,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a rank: 8192 on a GPU, 512 on a CPU by default.")
+    ] = None,
     layout: Annotated[
         list[str] | None, typer.Option(help="zigzag, striped, contiguous or balanced; repeatable.")
     ] = None,
-    documents: Annotated[int, typer.Option(help="Measured too: a sequence of so many documents.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="Measured too: a sequence of so many documents.")] = 8,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="CPU seconds of a process of --processes, where others use the machine.")
     ] = False,

@@ -60,8 +60,8 @@ def main(
         list[str] | None, typer.Option(help="llama, gpt2, mixtral or qwen3_moe; the first two by default.")
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; both by default.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences of 512 tokens.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of 512 tokens.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of which the median is shown.")] = 9,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also torch.compile of stock and of ours.")] = False,
     liger: Annotated[bool, typer.Option("--liger", help="Also Liger's patch, on a GPU, of what it knows.")] = False,
     large: Annotated[bool, typer.Option("--large", help="A Llama with the sizes of a 1B model's layers.")] = False,

@@ -151,9 +151,11 @@ def arms(case: Case, layer: Layer, missing: list[str]) -> dict[str, Call]:
 def main(
     dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; both by default.")] = None,
     case: Annotated[list[str] | None, typer.Option(help='As "64 top 2"; all by default.')] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2_048,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown, after one that is not timed.")] = 15,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2_048,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 512,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of which the median is shown, after one that is not timed.")
+    ] = 15,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="CPU time of one thread: on a machine in use.")] = False,
     keep_memory: Annotated[
         bool, typer.Option("--keep-memory", help="Freed memory is kept, as by the trainer.")

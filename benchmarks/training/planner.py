@@ -48,7 +48,7 @@ BATCH, WARM = 8, 2
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="Of each of the two calibrations.")] = 30,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each of the two calibrations.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each plan.")] = 15,
     json: Annotated[Path | None, typer.Option(help="File for the rows.")] = None,
 ) -> None:

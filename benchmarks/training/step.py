@@ -45,11 +45,13 @@ from parallel_ops.train.report.metrics import Metrics
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="Processes of each arm, on a GPU each where there are any.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of each arm, on a GPU each where there are any.")] = 2,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on one rank.")] = 4,
-    accumulation: Annotated[int, typer.Option(help="Forwards of a step.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown, after one that is not timed.")] = 9,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a forward on one rank.")] = 4,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forwards of a step.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of which the median is shown, after one that is not timed.")
+    ] = 9,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="CPU time of the slowest rank: on a machine in use.")
     ] = False,

@@ -4,6 +4,8 @@ import functools
 import importlib
 import io
 import itertools
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -209,7 +211,11 @@ def test_a_command_has_its_own_options(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmarks", name, "--fast"])
     if name == "drop_in":
         pytest.importorskip("megatron.core")
-    importlib.import_module(f"benchmarks.{cli.COMMANDS[name][0]}")
+    module = importlib.import_module(f"benchmarks.{cli.COMMANDS[name][0]}")
+    # A number has a least value, so that 0 processes are an error and no trace.
+    for option, hint in typing.get_type_hints(module.main, include_extras=True).items():
+        number = re.search(r"\b(int|float)\b", str(getattr(hint, "__origin__", "")))
+        assert not number or hint.__metadata__[0].min is not None, option
     capsys.readouterr()  # what libraries say as they are imported, as torch's CUDA builds do without a GPU
     with pytest.raises(SystemExit, match="2"):
         cli.main()
