@@ -159,7 +159,8 @@ PATHS: tuple[GpuPath, ...] = (
     ),
     GpuPath(
         "memory", "activations in pinned host memory", '`recompute.offload = "inputs"`, `"all"`', False,
-        "torch (`saved_tensors_hooks`, `copy_`)", evidence="the same code on CPUs, with copies as late as they may be",
+        "torch (`saved_tensors_hooks`, `copy_`)", proofs=("offloaded activations",),
+        evidence="the same code on CPUs, with copies as late as they may be",
     ),
     GpuPath("graphs", "a step in a CUDA graph", "`torch.cuda.graph` of one's own", False, proofs=("captured step",),
             recorded="H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); changed since"),
