@@ -44,7 +44,7 @@ def command(
     known_rows = _read(json_file) if json_file else {}
     measurements = table.measured(measured)
     for name in op or SHAPES:
-        sizes = [tuple(int(n) for n in s.split("x")) for s in shape] if shape else SHAPES[name]
+        sizes = [_sizes(text, len(SHAPES[name][0])) for text in shape] if shape else SHAPES[name]
         for size in sizes:
             for kind in dtype or dtypes(name, size):
                 for row in rows(name, size, kind, [d for d in DEVICES if d.name in (device or [d.name])]):
@@ -56,6 +56,13 @@ def command(
         prose = page.read_text().partition(_MARK)[0] if page.exists() else ""
         tables = table.page(list(known_rows.values()), DEVICES, measurements)
         page.write_text(f"{prose}{_MARK}\n{tables}\n{attention.section(DEVICES)}")
+
+
+def _sizes(text: str, count: int) -> tuple[int, ...]:
+    found = text.split("x")
+    if len(found) != count or not all(size.isdecimal() and int(size) for size in found):
+        command_line.fail(f"--shape must be {count} sizes such as {'x'.join(['64'] * count)}, got {text!r}")
+    return tuple(map(int, found))
 
 
 app = options.single(command)

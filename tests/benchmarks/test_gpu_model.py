@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_model import devices, table
+from benchmarks.gpu_model import cli, devices, table
 from benchmarks.gpu_model.cases import Row, benchmark
 from benchmarks.gpu_model.facts import SAMPLE, directions, launched
 from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
@@ -239,3 +239,10 @@ def test_route_moves_little_but_logits(shape):
     forward = model("route", shape)["forward"]
     assert [x.facts.waits for x in forward.launches] == [False, True]
     assert forward.instructions * shape[2] <= 95  # a logit
+
+
+@pytest.mark.parametrize("shape", ["foo", "64x64", "64x0x64"])
+def test_a_wrong_shape_is_one_line(capsys, shape):
+    with pytest.raises(SystemExit, match="2"):
+        cli.command(op=["rms_norm"], shape=[shape])
+    assert capsys.readouterr().err == f"error: --shape must be 3 sizes such as 64x64x64, got {shape!r}\n"
