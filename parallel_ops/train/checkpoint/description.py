@@ -112,15 +112,29 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
 
 
-def best_in(folder: Path) -> tuple[float, Path] | None:
-    """The lowest evaluation loss of the complete checkpoints in a folder, and the checkpoint; ``None`` for none."""
-    found = []
-    for path in steps_in(folder).values():
+def best_in(folder: Path, settings: dict[str, Any] | None = None) -> tuple[float, Path] | None:
+    """The lowest evaluation loss of the complete checkpoints in a folder, and the checkpoint; ``None`` for none.
+
+    Losses on other data do not compare.
+
+    Args:
+        settings: The data are those of these; ``None`` for those of the newest checkpoint that has a loss.
+    """
+    wanted, found = None if settings is None else _evaluated_on(settings), []
+    for _, path in sorted(steps_in(folder).items(), reverse=True):
         with contextlib.suppress(CheckpointError):  # one that is damaged is not the best
-            loss = read_description(path)[0].rest.get("evaluation_loss")
+            rest = read_description(path)[0].rest
+            loss, data = rest.get("evaluation_loss"), _evaluated_on(rest.get("settings") or {})
             if isinstance(loss, float) and math.isfinite(loss):
-                found.append((loss, path))
+                wanted = data if wanted is None else wanted
+                found += [(loss, path)] if data == wanted else []
     return min(found, default=None)
+
+
+def _evaluated_on(settings: dict[str, Any]) -> dict[str, Any]:
+    """The data of an evaluation, of settings as a checkpoint has them."""
+    own = {name: value for name, value in settings.get("evaluation", {}).items() if name != "interval"}
+    return own if own.get("paths") else own | {"data": settings.get("data")}
 
 
 def checksum(file: Path) -> tuple[int, int]:

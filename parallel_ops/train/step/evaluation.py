@@ -50,7 +50,8 @@ class Evaluation:
         """Starts from the best checkpoint in ``checkpoint.dir``; all ranks call it."""
         folder = self.settings.checkpoint.dir
         # Files appear on other nodes with a delay.
-        found = None if folder is None else of_first_rank(lambda: best_in(folder))
+        own = self.settings.model_dump(mode="json", exclude_unset=True)
+        found = None if folder is None else of_first_rank(lambda: best_in(folder, own))
         self.best = None if found is None else found[0]
 
     def due(self, step: int) -> bool:

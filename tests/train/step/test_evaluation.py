@@ -171,11 +171,12 @@ def test_a_share_of_the_data_is_not_trained_on(data):
 def test_the_best_checkpoint_is_kept(data, held_out, tmp_path, capsys):
     losses = [3.0, 2.0, 2.5, math.nan, 2.2, 2.4]
     folder, log = tmp_path / "checkpoints", tmp_path / "log.jsonl"
-    settings = settings_of(
-        data, held_out, run={"steps": 6}, evaluation={"interval": 1, "sequences": 4},
-        checkpoint={"dir": str(folder), "interval": 3, "keep": 1, "keep_best": True},
-        logging={"jsonl": str(log), "plot": str(tmp_path / "plot.png")},
-    )  # fmt: skip
+    given = {
+        "run": {"steps": 6}, "evaluation": {"interval": 1, "sequences": 4},
+        "checkpoint": {"dir": str(folder), "interval": 3, "keep": 1, "keep_best": True},
+        "logging": {"jsonl": str(log), "plot": str(tmp_path / "plot.png")},
+    }  # fmt: skip
+    settings = settings_of(data, held_out, **given)
     with mock.patch.object(Evaluation, "run", side_effect=losses):
         result = runs.train(0, settings)
     assert sorted(steps_in(folder)) == [2, 6]
@@ -192,6 +193,13 @@ def test_the_best_checkpoint_is_kept(data, held_out, tmp_path, capsys):
     trainer.evaluation.begin()
     assert not trainer.evaluation.is_best(2.1)
     assert trainer.evaluation.is_best(1.9)
+    # Losses on other data are others.
+    changed = {**given, "run": {"steps": 8}, "evaluation": {"interval": 1, "sequences": 3}}
+    trainer = runs.trainer_of(settings_of(data, held_out, **changed))
+    trainer.resume()
+    with mock.patch.object(Evaluation, "run", side_effect=[9.0, 9.5]):
+        assert trainer.train().best == best_in(folder) == (9.0, folder / "step-00000007")
+    assert sorted(steps_in(folder)) == [7, 8]
 
 
 def test_the_best_of_a_run_on_several_ranks(data, held_out, tmp_path):
