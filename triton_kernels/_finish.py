@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel_ops.triton_kernels._common import COMPILED, cdiv
 from parallel_ops.triton_kernels._launch import temporary
+from parallel_ops.triton_kernels.memory import lasting
 
 # 32-bit numbers from one counter to the next: 32 bytes, a sector. The first counts workers, the second finishers.
 _STRIDE = 8
@@ -46,9 +47,13 @@ def _counter(device: torch.device) -> Tensor:
     found = _by_stream.get((index, stream))
     if found is None:
         if index not in _reserves:
-            _reserves[index] = torch.zeros(_RESERVED * _STRIDE, dtype=torch.int32, device=device), [0]
-        found = _by_stream[index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+            _reserves[index] = _lasting_zeros(_RESERVED * _STRIDE, device), [0]
+        found = _by_stream[index, stream] = _lasting_zeros(2, device)
     return found
+
+
+def _lasting_zeros(count: int, device: torch.device) -> Tensor:
+    return lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
 
 
 def _reserved(device: torch.device) -> Tensor:

@@ -1,5 +1,7 @@
 """Backwards that sum over rows: one launch, whose last programs add what the first ones made."""
 
+import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ triton = pytest.importorskip("triton")
 from benchmarks.gpu_model.cases import benchmark  # noqa: E402
 from benchmarks.gpu_model.facts import launched  # noqa: E402
 from parallel_ops import bias_dropout_add, bias_gelu, bias_swiglu, layer_norm, rms_norm, route  # noqa: E402
-from parallel_ops.triton_kernels import _finish  # noqa: E402
+from parallel_ops.triton_kernels import _finish, memory  # noqa: E402
 from parallel_ops.triton_kernels import bias_dropout_add as dropout_kernels  # noqa: E402
 from parallel_ops.triton_kernels.activations import activations  # noqa: E402
 from parallel_ops.triton_kernels.experts import route as route_kernels  # noqa: E402
@@ -94,11 +96,21 @@ def test_the_router_sums_in_any_order_of_programs(monkeypatch):
 @pytest.fixture
 def cuda(monkeypatch):
     """``_finish`` as on a GPU, with counters on the CPU; the current stream and whether it captures can be set."""
-    state = SimpleNamespace(stream=7, capturing=False, cleared=0)
+    state = SimpleNamespace(stream=7, capturing=False, cleared=0, made=[])
 
     def zeros(n, **_):
         state.cleared += 1
+        state.made.append((threading.get_ident(), getattr(entered, "stream", None)))
         return torch.zeros(n, dtype=torch.int32)
+
+    @contextlib.contextmanager
+    def enter(stream):
+        entered.stream = stream
+        yield
+
+    entered = threading.local()
+    cuda = SimpleNamespace(current_stream=lambda _: state.stream, device=contextlib.nullcontext, stream=enter)
+    monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=cuda))
 
     stand_in = SimpleNamespace(
         zeros=zeros, int32=torch.int32, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: state.stream),
@@ -121,6 +133,13 @@ def test_launches_of_a_stream_share_a_counter(cuda):
     second = _finish.counter(device()).data_ptr()
     assert second != first.data_ptr()
     assert _finish.counter(device(1)).data_ptr() not in (first.data_ptr(), second)
+
+
+def test_counters_are_in_no_pool_of_the_thread_that_launches(cuda):
+    """As a pool of Inductor's CUDA graphs, which may hold nothing that outlives a run."""
+    _finish.counter(device())
+    assert len(cuda.made) == 2
+    assert all(thread != threading.get_ident() and stream == 7 for thread, stream in cuda.made)
 
 
 def test_captured_launches_have_counters_of_their_own_that_nothing_clears(cuda, monkeypatch):

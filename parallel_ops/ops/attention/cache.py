@@ -41,8 +41,15 @@ def once(source: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     if key not in results:
         if len(results) >= _MOST_RESULTS:
             results.clear()
-        results[key] = make()
+        results[key] = _lasting(source, make) if state[1] else make()
     return results[key]  # type: ignore[return-value]
+
+
+def _lasting(source: Tensor, make: Callable[[], T]) -> T:
+    """``make()`` on a side stream, as that of Inductor's CUDA graphs, whose pool may hold nothing that is kept."""
+    from parallel_ops.triton_kernels.memory import lasting
+
+    return lasting(source.device, make)
 
 
 def _forget(key: int, dead: "weakref.ref[Tensor]", made: dict[int, Any] = _made) -> None:

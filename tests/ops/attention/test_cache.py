@@ -1,5 +1,9 @@
 """Bounds of documents and ranges are made once for all layers and for the backward."""
 
+import contextlib
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +12,7 @@ from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops.attention import cache, options, ranges
 from parallel_ops.ops.attention.ranges import attention_bounds, document_ranges, range_bounds
+from parallel_ops.triton_kernels import memory
 
 
 @pytest.fixture
@@ -93,6 +98,23 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert (key := id(starts)) in cache._made
     del starts
     assert key not in cache._made
+
+
+@pytest.mark.parametrize("stream", [0, 7])
+def test_what_is_kept_on_a_side_stream_is_in_no_pool_of_this_thread(monkeypatch, stream):
+    """Inductor's CUDA graphs have a stream and a pool, which may hold nothing that outlives a run."""
+
+    @contextlib.contextmanager
+    def nothing(_):
+        yield
+
+    cuda = SimpleNamespace(current_stream=lambda _: stream, device=nothing, stream=nothing)
+    monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(cache, "_stream", lambda _: stream)
+    starts = torch.tensor([0, 20, 64])
+    made_by = cache.once(starts, "thread", threading.get_ident)
+    assert (made_by == threading.get_ident()) == (stream == 0)
+    assert cache.once(starts, "thread", object) == made_by
 
 
 def test_another_tensor_at_the_same_place_in_memory():
