@@ -68,3 +68,24 @@ def test_what_goes_through_all_fields_works(family):
         assert torch.equal(other.loss, 2 * outputs.loss)
         assert all(torch.equal(a, 2 * b) for a, b in zip(other.hidden_states, outputs.hidden_states, strict=True))
     assert torch.equal(saved_and_loaded(pytree.tree_map(torch.Tensor.detach, outputs)).loss, outputs.loss)
+
+
+def test_a_head_on_another_device_than_the_last_layer():
+    """The meta device stands for a GPU, the CPU for another: ``device_map="auto"`` keeps a tied head on the first."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class ToMeta(hooks.ModelHook):
+        def post_forward(self, module, output):
+            output["last_hidden_state"] = output["last_hidden_state"].to("meta")
+            return output
+
+    class FromMeta(hooks.ModelHook):
+        def pre_forward(self, module, rows, *, target, **options):
+            return (torch.zeros(rows.shape),), {"target": torch.zeros(target.shape, dtype=target.dtype), **options}
+
+    model = model_of("llama")
+    huggingface.apply(model)
+    hooks.add_hook_to_module(model.model, ToMeta())
+    hooks.add_hook_to_module(model.lm_head, FromMeta())
+    loss = model(**batch(), use_cache=False, num_items_in_batch=torch.tensor(29)).loss
+    assert loss.device.type == "cpu"

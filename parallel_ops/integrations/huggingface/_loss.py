@@ -164,6 +164,8 @@ def _reduced(
     target = target.reshape(rows.shape[:-1]).to(rows.device)
     if num_items_in_batch is None:
         return loss(target=target, ignore_index=ignored)
+    total = loss(target=target, ignore_index=ignored, reduction="sum")
     if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(rows.device)
-    return loss(target=target, ignore_index=ignored, reduction="sum") / num_items_in_batch
+        # A tied head is where the embedding is, with ``device_map="auto"`` on another GPU than the last layer.
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
