@@ -218,7 +218,9 @@ def _frequencies(
     """Radians a position of each pair of ``size`` dimensions of a head, ``[size / 2]`` fp32."""
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     if isinstance(scaling, DynamicScaling):
-        longest = torch.as_tensor(length, dtype=torch.float32, device=device).clamp(min=scaling.original_length)
+        if not isinstance(length, Tensor):  # a fill, for which the host does not wait, and which a graph can capture
+            length = torch.full((), length, device=device)
+        longest = length.to(device, torch.float32).clamp(min=scaling.original_length)
         grown = scaling.factor * longest / scaling.original_length - (scaling.factor - 1)
         return (base * grown ** (size / (size - 2))) ** -exponents
     frequencies = 1.0 / base**exponents

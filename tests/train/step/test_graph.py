@@ -17,6 +17,7 @@ from support.transports import fake_graphs
 LLAMA, EXPERTS = {"model": runs.MODELS["llama"]}, runs.MODELS["experts"]
 CAPACITY = EXPERTS | {"experts": EXPERTS["experts"] | {"capacity_factor": 1.0}}
 FULL, MUON, BF16 = {"recompute": {"kind": "full"}}, {"optimizer": {"kind": "muon"}}, {"precision": {"dtype": "bf16"}}
+DYNAMIC = {"kind": "dynamic", "factor": 2.0, "original_length": 4}
 # By the number of ranks.
 PLANS = {
     1: {
@@ -27,6 +28,7 @@ PLANS = {
         "experts": {"model": EXPERTS},
         "GPT-OSS": {"model": runs.MODELS["gpt-oss"]} | MUON,
         "selective recomputation": LLAMA | {"recompute": {"kind": "selective"}},
+        "positions that scale": {"model": runs.MODELS["llama"] | {"rotary_scaling": DYNAMIC}},
     },
     2: {
         "zero 0": LLAMA | {"parallel": {"dp": 2, "zero": 0, "global_batch": 4}},
