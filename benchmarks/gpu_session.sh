@@ -176,7 +176,7 @@ for name in $steps; do
         check="compute-sanitizer --error-exitcode 9 --tool" test="-m pytest -q -x -p no:cacheprovider -n 0"
         $check memcheck "$python" $test -k "cuda and large_tensor and bias_gelu" tests/ops/test_promises.py
         bounds=$?
-        $check racecheck "$python" $test -k "cuda and merge" tests/ops/attention/test_block.py && exit $bounds'
+        $check racecheck "$python" $test -k "cuda and any_order and softcap and adjacent" tests/ops/attention/test_block.py && exit $bounds'
       ;;
     attention)
       step attention bash -c '"$python" -m benchmarks.gpu_session.attention_choice; status=$?

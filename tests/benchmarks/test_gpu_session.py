@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -157,6 +158,17 @@ def test_it_names_tests_and_modules_that_exist():
     assert len(modules) == 4
     places = [ROOT / name.replace(".", "/") for name in modules]
     assert all(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+
+
+def test_the_sanitizer_has_tests_to_run():
+    """Of each selection, here those on the CPU; pytest exits with 5 where there is none."""
+    selections = re.findall(r'-k "(cuda [\w ]+)" (tests/\S+)', SCRIPT.read_text())
+    assert len(selections) == 2
+    for selection, file in selections:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-n", "0"]
+        command += ["-k", selection.replace("cuda", "cpu"), str(ROOT / file.rstrip("'"))]
+        found = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert found.returncode == 0, found.stdout
 
 
 def test_a_step_to_be_captured(monkeypatch):
