@@ -26,7 +26,7 @@ class RunState(abc.ABC):
 
     Attributes:
         rank, world: This process and the number of processes.
-        writers: Group of the checkpoints' messages; ``None`` for one process.
+        writers: Group of the checkpoints' messages; ``None`` without a default process group.
         wandb_run: Id of the run at Weights & Biases, on rank 0; ``None`` before it has one.
     """
 

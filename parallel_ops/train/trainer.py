@@ -85,9 +85,9 @@ class Trainer(RunState):
             compare(values_of(settings) | built | compared_values(settings, self.samples, held_out))
         self.activity("building the model", slow=True)
         self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        # Checkpoints are written while steps run, so their messages need their own group.
+        # Checkpoints are written while steps run, so their messages need their own group; for one rank of NCCL, too.
         self.writers = None
-        if self.world > 1:
+        if dist.is_initialized():
             self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
         self.model = build_model(settings, self.mesh, self.device, model)

@@ -50,7 +50,7 @@ class Checkpoints:
         keep: Number of checkpoints kept; older ones are deleted when a newer one is complete.
         keep_best: Keep the one with the lowest evaluation loss too.
         asynchronous: ``save`` returns when the state is copied to host memory, and a thread writes it.
-        group: A gloo group of all ranks, used for checkpoints only; ``None`` for one rank.
+        group: A gloo group of all ranks, used for checkpoints only; ``None`` without a default process group.
 
     Raises:
         CheckpointError: The folder is a checkpoint, or belongs to a run that goes on; on every rank. OSError: It

@@ -3,9 +3,13 @@
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 
 from parallel_ops.train import Trainer
 from parallel_ops.train.checkpoint import checkpoints
@@ -201,3 +205,21 @@ def test_a_run_with_nothing_left_to_do(here, steps):
     code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "--steps", str(steps))
     assert code == 0 and f"nothing is left to do: 4 steps are done, and run.steps is {steps}" in said
     assert "step 4/" not in said and names(here / "checkpoints") == before
+
+
+def test_one_rank_of_a_process_group_without_a_backend_for_cpus(tmp_path, monkeypatch):
+    """As torchrun's only rank on a GPU: the group is NCCL's, and what is saved beside the steps needs one of gloo."""
+    monkeypatch.setattr(
+        state_dict_saver, "_get_default_group", lambda: SimpleNamespace(_device_types=[torch.device("cuda")])
+    )
+    settings = runs.settings_of(runs.data_file(tmp_path), run={"steps": 2}, checkpoint={"dir": str(tmp_path / "saved")})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with runs.trainer_of(settings) as trainer:
+            saved = trainer.train().checkpoint
+            weights = [p.detach().clone() for p in trainer.model.parameters()]
+        with runs.trainer_of(settings, saved) as trainer:
+            assert trainer.global_step == 2
+            assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
+    finally:
+        dist.destroy_process_group()
