@@ -183,3 +183,23 @@ def test_backwards_in_a_graph_beside_others_on_a_gpu(op):
     torch.cuda.synchronize()
     for found in (*captured, eager):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("op", OPS)
+def test_backwards_in_inductors_graphs_on_a_gpu(op):
+    """It checks after a first run that its pool holds results alone."""
+    x, bias = (randn(*s, dtype=torch.bfloat16, seed=i).detach().cuda() for i, s in enumerate([(512, 4096), (4096,)]))
+    weights = torch.rand(512, device="cuda")
+
+    def gradients(function):
+        leaves = [t.clone().requires_grad_() for t in (x, bias, weights)]
+        y = function(*leaves)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+
+    expected, compiled = gradients(OPS[op]), torch.compile(OPS[op], mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = gradients(compiled)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
