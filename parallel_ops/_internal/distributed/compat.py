@@ -3,6 +3,7 @@ knows versions, but ``fsdp`` those of FSDP2."""
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,11 @@ def in_backward() -> bool:
 def capturing(t: Tensor) -> bool:
     """True while a CUDA graph captures the current stream of a tensor's device: the host must query no event."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def inductor_graphs() -> bool:
+    """True if this process has CUDA graphs of Inductor, ``torch.compile(mode="reduce-overhead")``, or is about to."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 @contextlib.contextmanager

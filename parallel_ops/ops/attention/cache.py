@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from parallel_ops._internal.distributed.compat import capturing, current_raw_stream
+from parallel_ops._internal.distributed.compat import capturing, current_raw_stream, inductor_graphs
 
 T = TypeVar("T")
 
@@ -41,12 +41,13 @@ def once(source: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     if key not in results:
         if len(results) >= _MOST_RESULTS:
             results.clear()
-        results[key] = _lasting(source, make) if state[1] else make()
+        results[key] = _lasting(source, make) if state[1] and inductor_graphs() else make()
     return results[key]  # type: ignore[return-value]
 
 
 def _lasting(source: Tensor, make: Callable[[], T]) -> T:
-    """``make()`` on a side stream, as that of Inductor's CUDA graphs, whose pool may hold nothing that is kept."""
+    """``make()`` on a side stream, which may be that of Inductor's CUDA graphs: their pool may hold nothing that is
+    kept."""
     from parallel_ops.triton_kernels.memory import lasting
 
     return lasting(source.device, make)

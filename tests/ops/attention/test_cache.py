@@ -1,6 +1,7 @@
 """Bounds of documents and ranges are made once for all layers and for the backward."""
 
 import contextlib
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -100,9 +101,9 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert key not in cache._made
 
 
-@pytest.mark.parametrize("stream", [0, 7])
-def test_what_is_kept_on_a_side_stream_is_in_no_pool_of_this_thread(monkeypatch, stream):
-    """Inductor's CUDA graphs have a stream and a pool, which may hold nothing that outlives a run."""
+@pytest.mark.parametrize(("stream", "graphs"), [(0, True), (7, False), (7, True)])
+def test_what_is_kept_is_in_no_pool_of_inductors_graphs(monkeypatch, stream, graphs):
+    """They have a stream and a thread's pool, which may hold nothing that outlives a run."""
 
     @contextlib.contextmanager
     def nothing(_):
@@ -111,9 +112,11 @@ def test_what_is_kept_on_a_side_stream_is_in_no_pool_of_this_thread(monkeypatch,
     cuda = SimpleNamespace(current_stream=lambda _: stream, device=nothing, stream=nothing)
     monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(cache, "_stream", lambda _: stream)
+    name = "torch._inductor.cudagraph_trees"
+    monkeypatch.setitem(sys.modules, name, object()) if graphs else monkeypatch.delitem(sys.modules, name, False)
     starts = torch.tensor([0, 20, 64])
     made_by = cache.once(starts, "thread", threading.get_ident)
-    assert (made_by == threading.get_ident()) == (stream == 0)
+    assert (made_by != threading.get_ident()) == (stream == 7 and graphs)
     assert cache.once(starts, "thread", object) == made_by
 
 
