@@ -224,8 +224,8 @@ def main(
     known = dict.fromkeys(gemm.model for gemm in gemms())
     options.check("transport", [transport], _TRANSPORTS)
     options.check("model", model, known)
-    if not 0 <= latency_us < math.inf:
-        fail(f"--latency-us must not be negative, got {latency_us}")
+    if not math.isfinite(latency_us):
+        fail(f"--latency-us must be finite, got {latency_us}")
     session = Session(device, dtype, size, transport, link or _LINKS, quick, output)
     on_cpu = session.device.type == "cpu"
     factor = scale or (_CPU_SCALE if on_cpu else 1)
