@@ -45,7 +45,10 @@ def test_processes_that_have_ended_are_left_to_the_agent_to_reap():
     ended.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+IGNORED = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, reason="nohup has SIGHUP ignored")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=IGNORED)])
 def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path)}, run={"steps": 50})
     handler = signal.getsignal(number)
