@@ -74,6 +74,7 @@ def multiprocessors(device: torch.device) -> int:
 
 # Of the GPU for which kernels are chosen where there is none, for tests that compile them for one.
 assumed_capability = 90
+assumed_shared_memory = 227 * 1024
 
 
 def capability(device: torch.device) -> int:
@@ -85,6 +86,17 @@ def capability(device: torch.device) -> int:
 def _cuda_capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have: Triton launches none that needs more. 227 KiB on an H100, 99 on many others."""
+    return _cuda_shared_memory(device) if device.type == "cuda" else assumed_shared_memory
+
+
+@functools.cache
+def _cuda_shared_memory(device: torch.device) -> int:
+    limit: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return limit
 
 
 def vector_cols(dtype: torch.dtype, num_warps: int) -> int:

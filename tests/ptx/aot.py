@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 # Shared memory that one block may use, in bytes (CUDA C++ Programming Guide, table of technical specifications).
-SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_MEMORY_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -87,11 +87,12 @@ def chosen_for(capability: int) -> Iterator[None]:
     """Launchers choose for ``sm_<capability>``, not for the GPU that they assume where there is none."""
     from parallel_ops.triton_kernels import _common
 
-    before, _common.assumed_capability = _common.assumed_capability, capability
+    before = _common.assumed_capability, _common.assumed_shared_memory
+    _common.assumed_capability, _common.assumed_shared_memory = capability, SHARED_MEMORY_LIMIT[capability]
     try:
         yield
     finally:
-        _common.assumed_capability = before
+        _common.assumed_capability, _common.assumed_shared_memory = before
 
 
 @contextlib.contextmanager

@@ -58,6 +58,15 @@ def check_machine_code(launch: aot.Launch, capability: int) -> None:
     assert code.shared_bytes <= limit, f"{launch} needs more than {limit} bytes of shared memory: {code}"
 
 
+def check_shared_memory(launch: aot.Launch, capability: int) -> None:
+    """Within the chip's limit."""
+    used, limit = (
+        aot.compiled(launch, capability, machine_code=False).metadata.shared,
+        aot.SHARED_MEMORY_LIMIT[capability],
+    )
+    assert used <= limit, f"{launch} needs {used} bytes of shared memory, of {limit}"
+
+
 def check_transfers(report: Report, cols: int, passes: float = 1.0, tables: tuple[str, ...] = ()) -> None:
     """Bulk data moves once, in whole sectors, 128 bits a thread where rows of ``cols`` elements begin at 16 bytes.
 

@@ -20,6 +20,7 @@ from parallel_ops.triton_kernels._common import (
     partial_sums_of,
     quotient,
     reread,
+    shared_memory,
     to_acc,
     unit_of,
 )
@@ -149,13 +150,24 @@ def tile(cols: int) -> dict[str, int]:
     return {"BLOCK_ROWS": CHUNK // block_cols, "BLOCK_COLS": block_cols, "CHUNKS": cdiv(cols, block_cols)}
 
 
-def _stages(tile_bytes: int, programs: int) -> int:
+def _stages(tile_bytes: int, programs: int, staged: int, room: int) -> int:
     """Stages of the loads: 64 KiB of x and the gradient under way on each SM while a tile is worked on.
 
     An H200 needs 25 KiB in flight on each (4.8 TB/s, 700 ns); the incoming gradient of the sum adds half as much again,
-    which an A100's 163 KiB of shared memory still holds.
+    which an A100's 163 KiB of shared memory still holds. Fewer where ``room`` does not hold so many ``staged`` bytes:
+    with one, loads go to registers.
     """
-    return 1 + max(1, 65536 // (programs * tile_bytes))
+    return 1 + min(max(1, 65536 // (programs * tile_bytes)), room // staged)
+
+
+def _room(x: Tensor, weight: Tensor | None, unit: int) -> int:
+    """Bytes of shared memory for what is staged, beside a KiB for the sums of rows and what else is exchanged.
+
+    Weights narrower than x, or rows that do not begin at 16 bytes, are loaded in other pieces than what is staged, so
+    threads exchange each chunk of weights. In 99 KiB that has no place beside 96 of fp32.
+    """
+    apart = weight is not None and (weight.dtype.itemsize < x.dtype.itemsize or unit * x.dtype.itemsize < 16)
+    return shared_memory(x.device) - 1024 - (CHUNK * max(4, x.dtype.itemsize) if apart else 0)
 
 
 @remembered
@@ -194,12 +206,14 @@ def backward(
         config = tile(cols)
         programs = 2 if config["CHUNKS"] <= 2 else 1  # as the sums leave registers
         splits = min(cdiv(rows, config["BLOCK_ROWS"]), programs * multiprocessors(x.device))
-        tile_bytes = 2 * config["BLOCK_ROWS"] * config["BLOCK_COLS"] * config["CHUNKS"] * x.dtype.itemsize
+        elements = config["BLOCK_ROWS"] * config["BLOCK_COLS"] * config["CHUNKS"]
+        staged = elements * sum(t.dtype.itemsize for t in (grad, grad_sum, x) if t is not None)
+        stages = _stages(2 * elements * x.dtype.itemsize, programs, staged, _room(x, weight, flags["UNIT"]))
         launch(
             _backward_kernel, (splits + finishers(cols, len(sums)),),
             grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, *partial_sums_of(dweight, dbias, x, splits),
             dweight, dbias, count, splits, *sizes, **flags, **finish_block(cols, WARPS, len(sums)), **config,
-            STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
+            STAGES=stages, num_warps=WARPS,
         )  # fmt: skip
     else:
         wide_backward(grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, dweight, dbias, count, *sizes, **flags)

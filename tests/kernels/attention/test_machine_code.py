@@ -10,7 +10,7 @@ import triton
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention.block import Dropout
 from ptx import aot, machine_code
-from ptx.kernels import meta
+from ptx.kernels import check_shared_memory, meta
 from ptx.memory import proxies
 from ptx.program import parse
 from support.numerics.attention_launches import DRAWS, PRODUCTS, launches, loops_with_products
@@ -44,6 +44,14 @@ def test_nothing_is_spilled_and_every_product_is_fenced(dtype, dims, capability,
         assert code.shared_bytes <= aot.SHARED_MEMORY_LIMIT[capability], f"{launch}: {code}"
         found = proxies.unfenced(parse(aot.assembly(launch, capability)))
         assert not found, f"{launch}: {len(found)} products, the first: {found[0].source}: {found[0].text}"
+
+
+@not_smoke
+@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize(("dtype", "dims"), [(BF16, 128), (BF16, 256), (FP32, 128)], ids=str)
+def test_tiles_fit_99_kib(dtype, dims, capability):
+    for launch in launches(dtype, dims, capability, **OPTIONS["documents"]):
+        check_shared_memory(launch, capability)
 
 
 @not_smoke

@@ -8,7 +8,7 @@ import torch
 from parallel_ops import layer_norm, rms_norm
 from parallel_ops.ops import layer_norm_reference, rms_norm_reference
 from ptx import aot
-from ptx.kernels import check_compiled, check_machine_code, meta, poisoned
+from ptx.kernels import check_compiled, check_machine_code, check_shared_memory, meta, poisoned
 from support.numerics import suite
 from support.numerics.norms import grads, stream, with_residual
 from support.numerics.suite import DTYPES, randn
@@ -17,11 +17,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 REFERENCES = {layer_norm: layer_norm_reference, rms_norm: rms_norm_reference}
 
 
-def launches(op, dtype, cols):
+def launches(op, dtype, cols, of_weight=None):
     from parallel_ops.triton_kernels.norms.backward import backward
     from parallel_ops.triton_kernels.norms.forward import forward
 
-    x, w, rstd = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype), meta(8192, dtype=FP32)
+    x, w = meta(8192, cols, dtype=dtype), meta(cols, dtype=of_weight or dtype)
+    rstd = meta(8192, dtype=torch.promote_types(dtype, FP32))
     bias, mean = (w, rstd) if op is layer_norm else (None, None)
     with aot.recorded() as recorded:
         for residual, zero_centered in ((None, True), (x, False)):
@@ -53,6 +54,27 @@ def test_compiled_code(op, dtype, cols, capability):
 def test_compiled_code_of_long_rows_elsewhere(op, capability):
     for launch in launches(op, BF16, 16384):
         check_machine_code(launch, capability)
+
+
+@pytest.mark.aot(smoke=False)
+@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize(
+    ("op", "dtype", "of_weight", "cols"),
+    [
+        (layer_norm, FP32, BF16, 1024),
+        (rms_norm, FP32, BF16, 8192),
+        (rms_norm, BF16, BF16, 16384),
+        (rms_norm, FP32, FP32, 1001),
+        (rms_norm, torch.float64, torch.float64, 2048),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_staged_rows_fit_99_kib(op, dtype, of_weight, cols, capability):
+    """What is staged of the longest rows, and of several short ones, beside what exchanges weights between threads."""
+    with aot.chosen_for(capability):
+        recorded = launches(op, dtype, cols, of_weight)
+    for launch in recorded:
+        check_shared_memory(launch, capability)
 
 
 def check(op, args, gradients, *, zero_centered=False):
