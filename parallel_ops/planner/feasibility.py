@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_stages, process_memory
+from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, process_memory
 from parallel_ops.planner.memory.recomputation import elementwise_only, recomputed
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, held_at, layer_counts
@@ -108,7 +108,7 @@ def _of_kinds(
     """
     counts, gpus, head = layer_counts(model, layout), cluster.stage_gpus(layout.pp), head_rank(layout)
     kinds: dict[object, tuple[int, float]] = {}
-    stages, sizes = deepest_stages(layout), (layout.pp, layout.virtual_stages, micro_batches)
+    stages, sizes = range(layout.pp), (layout.pp, layout.virtual_stages, micro_batches)
     for stage in reversed(stages) if layout.v_shaped and not schedule else stages:
         held, available = held_at(stage, schedule, *sizes) if schedule else 0.0, gpus[stage].memory
         kinds.setdefault((counts[stage], stage == 0, stage == head, held, available), (stage, available))

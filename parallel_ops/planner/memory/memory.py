@@ -23,7 +23,6 @@ from parallel_ops.planner.memory.states import element_bytes, sharded_states, st
 from parallel_ops.planner.memory.working import autograd_owns_gradients, gathered_ends, layer_buffers, layer_work
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import (
-    StageLayout,
     group_size,
     head_rank,
     in_flight,
@@ -261,11 +260,3 @@ class PlanMemory:
         """``layer_activations`` under ``recompute``."""
         self._layers[recompute] = layer_activations(self.model, self.plan, recompute)
         return self._layers[recompute]
-
-
-def deepest_stages(layout: StageLayout) -> tuple[int, ...]:
-    """Stages that include the one with the most memory: the ends, and the first ones with an extra layer or experts; in
-    V-shaped schedules the last of these."""
-    if layout.fixed or layout.v_shaped:
-        return tuple(range(layout.pp))
-    return tuple(sorted({*range(min(4, layout.pp)), layout.pp - 1}))
