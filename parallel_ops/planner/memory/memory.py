@@ -143,7 +143,7 @@ class PlanMemory:
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
-        activations, resident = self._activations(found, plan.recompute), self._resident(found, plan.offload)
+        kept, resident = self._layer_parts(found, plan.recompute)[0], self._resident(found, plan.offload)
         offloaded = "optimizer" in plan.offload
         total = self.total(self.needs(stage, plan.recompute, plan.offload), plan.offload)
         return StageMemory(
@@ -151,13 +151,13 @@ class PlanMemory:
             parameters=0.0 if "parameters" in plan.offload else found.parameters,
             gradients=found.gradients,
             optimizer=0.0 if offloaded else found.optimizer,
-            activations=activations * resident + found.embedding + found.head,
+            activations=self._activations(found, plan.recompute, plan.offload) + found.embedding + found.head,
             logits=found.logits,
             buffers=found.buffers,
             runtime=self._runtime + (total - self._runtime) * self._fragmentation / self._reserved,
             host=(found.optimizer if offloaded else 0.0)
             + (found.parameters if "parameters" in plan.offload else 0.0)
-            + activations * (1 - resident),
+            + kept * (1 - resident),
             in_flight=found.held,
         )
 
@@ -165,10 +165,8 @@ class PlanMemory:
         """The parts of ``total``, of which offload changes the activations only: parameters and gradients, optimizer,
         parameters alone, activations with the ends of the model, logits, buffers."""
         found = self.fixed(stage)
-        activations = self._activations(found, recompute)
-        if "activations" in offload:
-            activations *= self._resident(found, offload)
-        states, held = found.parameters + found.gradients, activations + (found.embedding + found.head)
+        held = self._activations(found, recompute, offload) + (found.embedding + found.head)
+        states = found.parameters + found.gradients
         return states, found.optimizer, found.parameters, held, found.logits, found.buffers
 
     def total(self, needs: tuple[float, ...], offload: str) -> float:
@@ -241,9 +239,11 @@ class PlanMemory:
         found = self.fixed(stage)
         return *self._layer_parts(found, self.plan.recompute), self._resident(found, self.plan.offload)
 
-    def _activations(self, found: FixedMemory, recompute: str) -> float:
-        """Bytes of activations of the layers, on the device or offloaded."""
+    def _activations(self, found: FixedMemory, recompute: str, offload: str) -> float:
+        """Bytes of activations of the layers that are not offloaded, and of the layer at work."""
         kept, work, again = self._layer_parts(found, recompute)
+        if "activations" in offload:
+            kept *= self._resident(found, offload)
         # The logits are freed before the backward passes of the layers.
         return kept + max(0.0, work + again - found.logits)
 

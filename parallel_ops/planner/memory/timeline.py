@@ -68,9 +68,7 @@ def memory_timeline(model: Model, cluster: Cluster, plan: Plan, simulation: Simu
     stage, fixed = counted.stage(rank), counted.fixed(rank)
     kept, working, recomputed, resident = counted.layers(rank)
     each = (kept * resident + fixed.embedding) / fixed.held / plan.virtual_stages
-    whole = working + recomputed
-    peak = min(whole, fixed.logits) + resident * max(0.0, whole - fixed.logits)
-    backward = {"recomputed": peak * recomputed / whole, "working": peak * working / whole}
+    backward, peak = {"recomputed": recomputed, "working": working}, working + recomputed
     last, origin = plan.pp * plan.virtual_stages - 1, min(starts[0] for starts in simulation.starts)
     changes: dict[float, Counter[str]] = {0.0: Counter(), simulation.step_time: Counter()}
     rows = (simulation.schedule[rank], simulation.starts[rank], simulation.ends[rank])

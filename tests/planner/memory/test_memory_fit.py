@@ -160,3 +160,13 @@ def test_the_quick_check_finds_the_stage_that_lacks_most(plan, layers, room, off
     cluster = replace(cluster, gpu=replace(cluster.gpu, memory=room * needed))
     found = quick_memory_problem(model, cluster, plan)
     assert (found.excess if found else 0.0) == max(0.0, needed - room * needed)
+
+
+@given(plan=PLANS)
+def test_the_layer_at_work_is_not_offloaded(plan):
+    """Of more layers in flight more is offloaded, but what one of them needs at work stays."""
+    plan = replace(plan, offload="activations")
+    few, many = (memory(replace(LLAMA, num_layers=layers), plan) for layers in (32, 64))
+    for one, other in zip(few, many, strict=True):
+        assert other.activations >= one.activations * (1 - 1e-9)
+        assert other.host > one.host
