@@ -107,6 +107,10 @@ def test_overlap_hides_data_parallel_communication():
     hidden, exposed = (estimate(LLAMA, A100, replace(plan, overlap=on)) for on in (True, False))
     assert hidden.exposed < exposed.exposed
     assert hidden.compute == exposed.compute
+    # Of stages of a layer everything is exposed, once.
+    model, plan = replace(LLAMA, num_layers=2), Plan(dp=32, pp=2, zero=3, schedule="gpipe", global_batch=64)
+    hidden, exposed = (estimate(model, A100, replace(plan, overlap=on)) for on in (True, False))
+    assert hidden.exposed == pytest.approx(exposed.exposed)
 
 
 def test_messages_that_wait_cost_more_than_those_that_overlap():
