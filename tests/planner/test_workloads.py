@@ -147,6 +147,9 @@ def test_the_fullest_rank_is_waited_for():
     kept = [layer_activations(replace(QWEN, expert_imbalance=m), SPREAD, "none")[0] for m in (1.0, 2.0)]
     rows = 8 * (2 * QWEN.hidden_size + 2 * 3 * QWEN.expert_ffn)
     assert kept[1] - kept[0] == pytest.approx((load - 1) * rows)
+    # Odd numbers of rows make no product slower: they are in no row of a matrix.
+    hardly = estimate(replace(QWEN, expert_imbalance=1.001), NODES, SPREAD)
+    assert hardly.compute == pytest.approx(found[0].compute, rel=0.001)
     # One rank has all experts.
     alone = replace(SPREAD, ep=1)
     assert estimate(replace(QWEN, expert_imbalance=2.0), NODES, alone).step == estimate(QWEN, NODES, alone).step

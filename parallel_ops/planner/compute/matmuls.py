@@ -33,8 +33,11 @@ class Engine(NamedTuple):
     multiprocessors: int
 
 
-def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, width: float = 2) -> float:
-    """Seconds of ``count`` matmuls of [m, k] and [k, n] with elements of ``width`` bytes, in one launch."""
+def product(
+    engine: Engine, m: float, n: float, k: float, *, count: float = 1, width: float = 2, rows_of_k: bool = True
+) -> float:
+    """Seconds of ``count`` matmuls of [m, k] and [k, n] with elements of ``width`` bytes, in one launch.
+    ``rows_of_k``: the first matrix has k elements in a row; else it is stored transposed."""
     if min(m, n, k, count) <= 0:
         return 0.0
     if not engine.multiprocessors:
@@ -48,7 +51,7 @@ def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, w
                 waves = math.ceil(tiles * split / slots)
                 best = min(best, waves * rows * columns * (k / split + RAMP) / share)
         seconds = 2 * best / each
-        if any(size * width % _ALIGNMENT for size in (n, k)):
+        if any(size * width % _ALIGNMENT for size in ((n, k) if rows_of_k else (n,))):
             seconds /= _UNALIGNED
     moved = count * (m * n + m * k + k * n) * width
     return max(seconds, moved / engine.bandwidth) + GAP
@@ -62,5 +65,5 @@ def linear(
     return (
         product(engine, tokens, outputs, inputs, count=count, width=width),
         product(engine, tokens, inputs, outputs, count=count, width=width),
-        product(engine, outputs, inputs, tokens, count=count, width=width),
+        product(engine, outputs, inputs, tokens, count=count, width=width, rows_of_k=False),
     )
