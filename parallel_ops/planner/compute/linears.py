@@ -1,5 +1,6 @@
 """The linears of a layer: their shapes on one rank, and the time of their matmuls and conversions."""
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -14,6 +15,8 @@ Shape = tuple[float, float, float, float]
 # Spread of experts: expert parallelism, tensor-parallel ranks of one, load of the fullest rank, ``Efficiency.grouped``
 # and ``grouped_rows``.
 Spread = tuple[int, int, float, float, float]
+# Rows of a tile of grouped matmuls.
+_TILE = 128
 
 
 def operand_width(dtype: str) -> float:
@@ -81,7 +84,8 @@ def expert_products(model: Model, engine: Engine, tp: int, spread: Spread, token
     ep, shards, load, rate, half = spread
     local = model.experts / ep
     rows = tokens * shards / tp * model.experts_per_token * load / local
-    grouped = engine._replace(flops=engine.flops * rate * rows / (rows + half))
+    tiles = _TILE * math.ceil(rows / _TILE)  # a tile that is not full takes as long as a full one
+    grouped = engine._replace(flops=engine.flops * rate * tiles / (tiles + half))
     return [
         ((rows, model.hidden_size, (2 if model.gated else 1) * model.expert_ffn / shards, local), grouped),
         ((rows, model.expert_ffn / shards, model.hidden_size, local), grouped),

@@ -113,6 +113,10 @@ def test_products_of_experts_with_few_rows_are_slower():
     losses = [slow / fast for slow, fast in zip(by_rows, one_rate, strict=True)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[2] > 1
     assert step(plan, QWEN, cluster, grouped=0.5) > by_rows[0]
+    # A tile that is not full takes as long as a full one, not longer.
+    spread = replace(plan, ep=1)
+    short = [step(spread, replace(QWEN, seq_length=tokens), cluster) for tokens in (128, 256, 512, 1024, 2048)]
+    assert short == sorted(short)
 
 
 def test_experts_may_be_spread_over_tensor_parallel_ranks():
