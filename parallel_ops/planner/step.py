@@ -76,7 +76,9 @@ class StepTime:
         if key not in shared:
             shared[key] = DataParallelTraffic(model, cluster, plan, constants, self.slowest)
         self.sharding: DataParallelTraffic = shared[key]
-        self.copied = host_copies(model, cluster, plan, self.sharding.owned, self.slowest)
+        # All wait for the rank that updates most, which takes seconds on a host.
+        self.updated = self.sharding.most_owned if "optimizer" in plan.offload else self.sharding.owned
+        self.copied = host_copies(model, cluster, plan, self.updated, self.slowest)
 
     def seconds(self) -> float:
         """Step time, with a pipeline of equal ranks."""
@@ -176,7 +178,7 @@ class StepTime:
         """Adam: gradients are read for the norm and for the update; two moments and the master weights are read and
         written."""
         width, gradient, _ = state_bytes(self.plan)
-        moved = self.sharding.owned * (2 * gradient + 24 + width)
+        moved = self.updated * (2 * gradient + 24 + width)
         if "optimizer" in self.plan.offload:
             return moved / self.constants.host_memory
         return moved / (self.gpus[self.slowest].bandwidth * self.constants.memory)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -79,6 +79,7 @@ class DataParallelTraffic:
 
     Attributes:
         owned: trained parameters that one GPU updates.
+        most_owned: of the stage with most.
         each: seconds in the forward and in the backward pass of each micro-batch.
         once: seconds once per step.
         copies: seconds of copies around the collectives, of the whole step; they hide behind nothing.
@@ -90,9 +91,7 @@ class DataParallelTraffic:
         layout = stage_layout(plan)
         dense, expert = trained_parameters(model, layout, plan, stage)
         ranks = group_size(plan, "dp")
-        self.owned = dense + expert
-        if plan.zero:
-            self.owned = dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
+        self.owned = self._owned(dense, expert)
         layers = sum(layer_counts(model, layout)[stage])
         self._link = group_link(cluster, plan, "dp", efficiency)
         self._launches = layers * start_seconds(efficiency, max(2, ranks))
@@ -120,6 +119,17 @@ class DataParallelTraffic:
                 start=layers * start_seconds(efficiency, replicas),
             )  # fmt: skip
             self.once += self._summed.seconds
+
+    def _owned(self, dense: float, expert: float) -> float:
+        if not self._plan.zero:
+            return dense + expert
+        return dense / group_size(self._plan, "dp") + (expert / expert_replicas(self._plan) if expert else 0.0)
+
+    @cached_property
+    def most_owned(self) -> float:
+        model, plan = self._model, self._plan
+        layout = stage_layout(plan)
+        return max(self._owned(*trained_parameters(model, layout, plan, stage)) for stage in range(plan.pp))
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers by group and collective, of the whole step."""

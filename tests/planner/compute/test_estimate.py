@@ -113,6 +113,19 @@ def test_overlap_hides_data_parallel_communication():
     assert hidden.exposed == pytest.approx(exposed.exposed)
 
 
+def test_an_offloaded_optimizer_takes_as_long_as_on_the_rank_that_owns_most():
+    """Of 9 layers with the embedding, though a stage of 11 layers computes longer."""
+    plan = Plan(pp=4, tp=4, dp=4, offload="optimizer", global_batch=64)
+    layer = LLAMA.layer_parameters(False)
+    ends, inner = (
+        estimate(LLAMA, A100, replace(plan, layers_per_chunk=sizes)) for sizes in ((9, 11, 8, 4), (6, 11, 11, 4))
+    )
+    more = (9 * layer + LLAMA.embedding_parameters) / (11 * layer)
+    assert more > 1 and ends.optimizer / inner.optimizer == pytest.approx(more, rel=1e-3)
+    host = [next(t for t in found.transfers if t.group == "host").bytes for found in (ends, inner)]
+    assert host[0] / host[1] == pytest.approx(more, rel=1e-3)
+
+
 def test_messages_that_wait_cost_more_than_those_that_overlap():
     """Scatter/gather divides the messages by tp, which matters where nothing hides them."""
     gains = []
