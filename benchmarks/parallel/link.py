@@ -143,6 +143,8 @@ class Session:
         self, device: str, dtype: str | None, size: int, transport: str, links: Sequence[float], quick: bool,
         output: Path | None, *, cpu_time: bool = False,
     ) -> None:  # fmt: skip
+        if any(not gb > 0 for gb in links):  # not a number, too, which some versions of typer pass
+            fail(f"a link must have a positive bandwidth, got {list(links)}")
         if cpu_time and (transport == "paced" or options.chosen_device(device) == "cuda"):
             fail("CPU seconds are of processes that compute on CPUs")
         if transport != "paced" and "RANK" not in os.environ:

@@ -1,6 +1,7 @@
 """The overlap benchmark: what it computes from times, what it writes, what it refuses. No time is asserted."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.harness import results
 from benchmarks.parallel import overlap
+from benchmarks.parallel.link import Session
 from benchmarks.parallel.overlap import Row, app, gemms
 from support.transports.loopback import LoopbackGroup
 
@@ -129,3 +131,11 @@ def test_what_it_refuses(arguments, message, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize("gb", [0.0, math.nan])
+def test_a_link_has_a_bandwidth(gb, capsys):
+    """Behind the option's least value, which is no bound for NaN in every version of typer."""
+    with pytest.raises(SystemExit, match="2"):
+        Session("cpu", None, 8, "paced", [8.0, gb], True, None)
+    assert f"a link must have a positive bandwidth, got [8.0, {gb}]" in capsys.readouterr().err
