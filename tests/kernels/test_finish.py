@@ -159,27 +159,32 @@ def test_captured_before_any_other_launch(cuda):
     assert not _finish.counter(device()).any()
 
 
+def tensors(device="cuda"):
+    """The input of ``OPS``, a bias and weights of rows."""
+    x, bias = (randn(*s, dtype=torch.bfloat16, seed=i).detach() for i, s in enumerate([(512, 4096), (4096,)]))
+    return [x.to(device), bias.to(device), torch.rand(512, device=device)]
+
+
+def gradients(function, given):
+    leaves = [t.clone().requires_grad_() for t in given]
+    y = function(*leaves)
+    return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("op", OPS)
 def test_backwards_in_a_graph_beside_others_on_a_gpu(op):
-    x, bias = (randn(*s, dtype=torch.bfloat16, seed=i).detach().cuda() for i, s in enumerate([(512, 4096), (4096,)]))
-    weights = torch.rand(512, device="cuda")
-
-    def gradients():
-        leaves = [t.clone().requires_grad_() for t in (x, bias, weights)]
-        y = OPS[op](*leaves)
-        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
-
-    expected = gradients()
+    given = tensors()
+    expected = gradients(OPS[op], given)
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = [gradients() for _ in range(2)]
+        captured = [gradients(OPS[op], given) for _ in range(2)]
     for _ in range(20):
         with torch.cuda.stream(side):
             graph.replay()
-        eager = gradients()
+        eager = gradients(OPS[op], given)
     torch.cuda.synchronize()
     for found in (*captured, eager):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -190,16 +195,9 @@ def test_backwards_in_a_graph_beside_others_on_a_gpu(op):
 @pytest.mark.parametrize("op", OPS)
 def test_backwards_in_inductors_graphs_on_a_gpu(op):
     """It checks after a first run that its pool holds results alone."""
-    x, bias = (randn(*s, dtype=torch.bfloat16, seed=i).detach().cuda() for i, s in enumerate([(512, 4096), (4096,)]))
-    weights = torch.rand(512, device="cuda")
-
-    def gradients(function):
-        leaves = [t.clone().requires_grad_() for t in (x, bias, weights)]
-        y = function(*leaves)
-        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
-
-    expected, compiled = gradients(OPS[op]), torch.compile(OPS[op], mode="reduce-overhead")
+    given = tensors()
+    expected, compiled = gradients(OPS[op], given), torch.compile(OPS[op], mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
-        found = gradients(compiled)
+        found = gradients(compiled, given)
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -60,10 +60,8 @@ def check_machine_code(launch: aot.Launch, capability: int) -> None:
 
 def check_shared_memory(launch: aot.Launch, capability: int) -> None:
     """Within the chip's limit."""
-    used, limit = (
-        aot.compiled(launch, capability, machine_code=False).metadata.shared,
-        aot.SHARED_MEMORY_LIMIT[capability],
-    )
+    used = aot.compiled(launch, capability, machine_code=False).metadata.shared
+    limit = aot.SHARED_MEMORY_LIMIT[capability]
     assert used <= limit, f"{launch} needs {used} bytes of shared memory, of {limit}"
 
 
