@@ -50,7 +50,7 @@ def outer_products(dz: Tensor, h: Tensor, offs: Tensor) -> Tensor:
     """``[n, N, K]``: for each group its rows of ``dz``, ``[r, N]``, transposed, times those of ``h``, ``[r, K]``."""
     if _has_kernel(dz, h, offs):
         products = F.grouped_mm(_operand(dz.contiguous()).t(), _operand(h.contiguous()), offs=offs.int())
-        if _capability(dz) == _WITHOUT_EMPTY_GROUPS:
+        if torch.cuda.get_device_capability(dz.device)[0] == _WITHOUT_EMPTY_GROUPS:
             products.masked_fill_((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], 0)
         return products
     out, last = empty_output(dz, (len(offs), dz.shape[1], h.shape[1])), 0
@@ -98,6 +98,11 @@ def check_ends(op: str, offs: Tensor, rows: int) -> None:
         before = end
 
 
+def one_kernel_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch computes the groups of a GPU in one kernel; where it does not, the host waits for ``offs``."""
+    return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
+
+
 def groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
     """(group, start, end) of the groups that have rows. On a GPU the host waits for ``offs``."""
     start = 0
@@ -111,16 +116,11 @@ def _has_kernel(rows: Tensor, other: Tensor, offs: Tensor) -> bool:
     """Whether torch's grouped matmul runs on the GPU alone. It reads rows that start at multiples of 16 bytes."""
     return (
         rows.is_cuda
-        and rows.dtype is torch.bfloat16
-        and _capability(rows) in _CAPABILITIES
+        and one_kernel_for(rows.device, rows.dtype)
         and len(offs) <= MAX_GROUPS
         and min(rows.numel(), other.numel()) > 0
         and all(size % 8 == 0 for size in (rows.shape[1], *other.shape[1:]))
     )
-
-
-def _capability(t: Tensor) -> int:
-    return torch.cuda.get_device_capability(t.device)[0]
 
 
 def _operand(t: Tensor) -> Tensor:

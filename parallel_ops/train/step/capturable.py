@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from parallel_ops._internal.gradients.grouped_matmul import one_kernel_for
 from parallel_ops.models import Transformer
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD
+from parallel_ops.train.parallelize_model import PRECISIONS
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -25,12 +27,14 @@ def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -
         ),
         "recompute.offload allocates host memory in each step": settings.recompute.offload != "none",
         "parallel.schedule runs two actions at a time, on two threads": settings.plan.schedule == "dualpipe-v",
-    } | (_reasons_of_layers if layers else _reasons_of_steps)(settings, getattr(model, "draws", False))
+    }
+    draws = getattr(model, "draws", False)
+    reasons |= _reasons_of_layers(settings, draws) if layers else _reasons_of_steps(settings, draws, device)
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _reasons_of_steps(settings: "Settings", draws: bool) -> dict[str, bool]:
-    plan = settings.plan
+def _reasons_of_steps(settings: "Settings", draws: bool, device: torch.device) -> dict[str, bool]:
+    plan, experts = settings.plan, settings.config.experts
     return {
         "data.document_mask changes the lengths of documents in each step": settings.data.document_mask,
         "dropout draws from seeds of the host, which a graph would repeat": draws,
@@ -39,6 +43,9 @@ def _reasons_of_steps(settings: "Settings", draws: bool) -> dict[str, bool]:
         ),
         "the backward of parallel.offload waits for copies to host memory": plan.offload != "none",
         "logging.trace measures the actions of a step with events": settings.logging.trace is not None,
+        "of this dtype on this GPU, torch computes experts one by one, and the host reads how many rows each has": (
+            experts is not None and device.type == "cuda" and not one_kernel_for(device, PRECISIONS[plan.dtype])
+        ),
     }
 
 

@@ -100,7 +100,7 @@ def test_with_torchs_grouped_product(device, counts, padding, bias, in_out, wide
     grad, main_grad = grad_for([x, weight, offs]), torch.zeros(weight.shape, device=device)
     expected = suite.forward_backward(positional(grouped_linear), [x, weight, offs, of_rows], grad)
     has_kernel = mock.patch.object(grouped_matmul, "_has_kernel", lambda rows, *_: rows.shape[0] > 0)
-    with has_kernel, mock.patch.object(grouped_matmul, "_capability", return_value=9):
+    with has_kernel, mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
         got = suite.forward_backward(positional(grouped_linear), [x, weight, offs, of_rows], grad)
         grouped_linear(x, weight, offs, main_grad=main_grad).backward(grad)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
@@ -121,7 +121,7 @@ def test_groups_without_rows_on_gpus_that_leave_their_products_undefined(device,
 
     monkeypatch.setattr(grouped_matmul.F, "grouped_mm", poisoning)
     monkeypatch.setattr(grouped_matmul, "_has_kernel", lambda *_: True)
-    monkeypatch.setattr(grouped_matmul, "_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     x, weight, offs, bias = inputs(counts, 2, 24, 16, dtype=torch.bfloat16, device=device)
     main_grad = torch.zeros(weight.shape, device=device)
     grouped_linear(x, weight, offs, bias=bias).sum().backward()

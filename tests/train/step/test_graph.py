@@ -175,6 +175,7 @@ REASONS = {
     "recompute.offload": {"recompute": {"offload": "inputs"}},
     "logging.trace": {"parallel": {"pp": 2}, "logging": {"trace": "trace"}},
     "parallel.schedule": {"parallel": {"pp": 2, "schedule": "dualpipe-v"}, "model": LLAMA["model"] | {"num_layers": 4}},
+    "computes experts one by one": {"model": EXPERTS, "precision": {"dtype": "fp16"}},
 }
 
 
@@ -185,6 +186,14 @@ def test_a_reason_against_a_graph(text, data):
     device = torch.device("cuda" if REASONS[text] else "cpu")
     assert text in eager_reason(settings, model, device)
     assert "is no Transformer" in eager_reason(settings, torch.nn.Linear(1, 1), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_gpus_on_which_experts_can_be_captured(data, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    settings = runs.settings_of(data, model=EXPERTS, **BF16, run={"cuda_graph": "step"})
+    reason = eager_reason(settings, Transformer(settings.config, device="meta"), torch.device("cuda"))
+    assert (reason is None) == (capability == (9, 0)), reason
 
 
 def test_without_a_gpu_a_warning_and_eager_steps(data, monkeypatch):
