@@ -96,10 +96,13 @@ class Dispatch:
         sizes = [sum(sent) for sent in self._sent]
         pieces = zip(*(part.split(sizes) if chunks > 1 else [part] for part in parts), strict=True)
         self._leaving = [
-            [Exchange(piece, sent, received, group) for piece in of_chunk]
-            for of_chunk, sent, received in zip(pieces, self._sent, self._received, strict=True)
+            [Exchange(sent, received, group) for _ in parts]
+            for sent, received in zip(self._sent, self._received, strict=True)
         ]
-        self.in_flight = [[exchange.rows for exchange in exchanges] for exchanges in self._leaving]
+        self.in_flight = [
+            [exchange.start(piece) for exchange, piece in zip(exchanges, of_chunk, strict=True)]
+            for exchanges, of_chunk in zip(self._leaving, pieces, strict=True)
+        ]
 
     def _permuted(self, x: Tensor, weights: Tensor | None) -> list[Tensor]:
         rows, own = permute(x, self._order), None if weights is None else _of_rows(weights, self._order.rows)
@@ -131,9 +134,9 @@ class Dispatch:
             y = unpermute(y, self._regrouped[chunk])
         if self._group is None:
             return y
-        exchange = Exchange(y, self._received[chunk], self._sent[chunk], self._group)
+        exchange = Exchange(self._received[chunk], self._sent[chunk], self._group)
         self._leaving[chunk] = [exchange]
-        return exchange.rows
+        return exchange.start(y)
 
     def combine(self, returning: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
         """What has come back, summed for each token in fp32: ``[t, h]``.

@@ -27,32 +27,37 @@ class Exchange:
     """Rows on their way to other ranks.
 
     Args:
-        x: ``[sum(sent), ...]``, the rows for rank 0 first.
         sent, received: rows to, and from, each rank. The ranks must agree about them.
-
-    Attributes:
-        rows: ``[sum(received), ...]``, undefined until ``finish``.
 
     Under dispatch modes, such as that of selective recomputation, and under ``torch.compile`` it is one op, which the
     mode sees, and nothing is under way.
+
+    The nodes of autograd keep it, so it keeps none of their results: such a circle would never be freed.
     """
 
-    def __init__(self, x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> None:
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> None:
         self.group, self.sent, self.received = group, list(sent), list(received)
         self._handle: Handle | None = None
         self._gradient: Tensor | None = None
         self._kept: tuple[Tensor, ...] = ()
         self._at_once = is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
+
+    def start(self, x: Tensor) -> Tensor:
+        """The rows that come, ``[sum(received), ...]``, undefined until ``finish``. Called once.
+
+        Args:
+            x: ``[sum(sent), ...]``, the rows for rank 0 first.
+        """
         if self._at_once:
-            self.rows: Tensor = all_to_all(x, group, split_sizes=self.sent, concat_sizes=self.received)
-        else:
-            self.rows = _Start.apply(x, self)
+            return all_to_all(x, self.group, split_sizes=self.sent, concat_sizes=self.received)
+        found: Tensor = _Start.apply(x, self)
+        return found
 
     def finish(self, rows: Tensor) -> Tensor:
         """The rows that have come. Called once.
 
         Args:
-            rows: this exchange's, or what a module's hooks made of them.
+            rows: what ``start`` gave, or what a module's hooks made of them.
         """
         found: Tensor = rows if self._at_once else _Finish.apply(rows, self)
         return found

@@ -45,6 +45,11 @@ def test_tokens_find_their_experts_and_the_way_back(size, pytestconfig):
             assert sum(int(got["rows"]) for got in found) == sum(got["experts"].numel() for got in found)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_exchanges_end_with_their_backward(chunks):
+    assert ranks(2).run(on_rank.left_behind, chunks) == [0, 0]
+
+
 def test_ranks_of_another_capacity():
     for outcome in ranks(2).outcomes(on_rank.of_another_capacity):
         assert outcome.type == "ValueError" and "capacity=3" in outcome.message and "capacity=4" in outcome.message
