@@ -1,5 +1,6 @@
 """Linears over memory that ranks share, by torch's references of its ops; refusals."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -73,6 +74,29 @@ def test_what_cannot_be_pulled_is_refused_on_every_rank(what, message):
             AssertionError, match=r"all_gather_linear: overlap=\"symmetric\" cannot do this call: " + message
         ):
             raise AssertionError(outcome.message)
+
+
+def without_peer_access(rank):
+    """Two GPUs of one node, of which each sees the other."""
+    properties = [SimpleNamespace(uuid=uuid) for uuid in ("first", "second")]
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "get_device_properties", properties.__getitem__),
+        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False),
+    ):
+        gpus = symmetric._gpus(torch.device("cuda", rank))
+    with (
+        mock.patch.object(symmetric, "_refusals", {}),
+        mock.patch.object(symmetric, "_problem", return_value=None),
+        mock.patch.object(symmetric, "_gpus", return_value=gpus),
+    ):
+        refused(rank, "access")
+
+
+def test_gpus_without_peer_access_are_refused():
+    for outcome in ranks(2).outcomes(without_peer_access):
+        assert isinstance(outcome, Raised) and outcome.type == "ValueError"
+        assert "the GPU of rank 0 has no peer access to that of rank 1" in outcome.message
 
 
 def test_what_is_called_of_torch_is_there():

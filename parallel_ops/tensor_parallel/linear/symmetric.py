@@ -71,13 +71,29 @@ def owned(product: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _refusal(group: ProcessGroup, tensor: Tensor) -> str | None:
-    """The reason of the first rank that has one, the same on all ranks."""
-    everyone: list[tuple[str | None, str]] = [(None, "")] * group.size()
-    dist.all_gather_object(everyone, (_problem(tensor), socket.gethostname()), group=group)
-    reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(everyone) if reason]
-    if len({host for _, host in everyone}) > 1:
+    """The first reason that a rank has, the same on all ranks."""
+    own = _problem(tensor), socket.gethostname(), *_gpus(tensor.device)
+    everyone = [own] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    reasons = [f"rank {rank}: {reason}" for rank, (reason, *_) in enumerate(everyone) if reason]
+    if len({host for _, host, *_ in everyone}) > 1:
         reasons.append("its ranks are on several nodes")
+    for rank, (*_, out_of_reach) in enumerate(everyone):
+        peers = (peer for peer, (_, _, gpu, _) in enumerate(everyone) if gpu in out_of_reach)
+        reasons += [f"the GPU of rank {rank} has no peer access to that of rank {peer}" for peer in peers]
     return reasons[0] if reasons else None
+
+
+def _gpus(device: torch.device) -> tuple[str, list[str]]:
+    """This rank's GPU, and those that it sees but has no peer access to.
+
+    torch asks for none: its rendezvous ends in "invalid device ordinal", or crashes (pytorch/pytorch#174030).
+    """
+    if device.type != "cuda":
+        return "", []
+    gpus = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+    others = [n for n in range(len(gpus)) if n != device.index]
+    return gpus[device.index], [gpus[n] for n in others if not torch.cuda.can_device_access_peer(device.index, n)]
 
 
 def _problem(tensor: Tensor) -> str | None:
