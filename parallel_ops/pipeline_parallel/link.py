@@ -8,6 +8,8 @@ ranks for each ordered pair that talks, which has sent one element before the fi
 communicators lazily or eagerly (``init_process_group(device_id=)``) makes no difference for them.
 """
 
+import ctypes
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -54,6 +56,23 @@ class GroupLink:
         return channel, 1 - channel.rank()
 
 
+def one_by_one(*, captured: bool = False) -> bool:
+    """Whether NCCL runs all operations of a GPU one by one, over all groups, so that messages would wait in a circle.
+
+    It does with ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` and a driver before CUDA 12.3, or before 12.9 where a graph captures
+    them: ``getImplicitOrder`` in src/enqueue.cc of NCCL 2.26 to 2.30.
+    """
+    asked = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
+    return asked and _driver() < (12090 if captured else 12030)
+
+
+def _driver() -> int:
+    """The CUDA version of the driver: 12030 for 12.3."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def connected_link(
     group: ProcessGroup, pipelines: Sequence[Sequence[int]], pairs: Iterable[Pair], device: torch.device
 ) -> GroupLink:
@@ -64,7 +83,16 @@ def connected_link(
         pipelines: The global ranks of all pipelines, stage by stage.
         pairs: (from, to) by pipeline rank, the same on all ranks.
         device: Device of the messages.
+
+    Raises:
+        ValueError: NCCL would run operations one by one.
     """
+    if one_by_one():
+        raise ValueError(
+            "pipeline: NCCL_LAUNCH_ORDER_IMPLICIT=1, which PARALLEL_OPS_TRANSPORT=nccl sets, makes NCCL run the "
+            "operations of all groups one by one with drivers before CUDA 12.3, and messages of a pipeline would wait "
+            "for each other: take a newer driver, or leave both variables out"
+        )
     rank, found, element = group.rank(), dict[Pair, ProcessGroup](), torch.zeros(1, device=device)
     timeout = timedelta(seconds=group_timeout(group, device))
     for together in _rounds(pairs):

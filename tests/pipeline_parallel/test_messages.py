@@ -32,10 +32,12 @@ class Standing(Observer):
             self.world.synchronize()
 
 
-def run(kind, pp, micro_batches, seed, *, eager=False, connect=None, tied=False, standing=False):
+def run(
+    kind, pp, micro_batches, seed, *, eager=False, connect=None, tied=False, standing=False, one_by_one=False
+):  # fmt: skip
     """A step, over the link that ``connect(world, group, pairs)`` makes."""
     schedule, stages = toy_stages.schedule_of(kind, pp, micro_batches)
-    world = World(pp, seed, eager=eager)
+    world = World(pp, seed, eager=eager, one_by_one=one_by_one)
     orders = [toy_stages.Order() for _ in range(pp)]
     ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
     pairs = pairs_of(schedule, stages) | ({ends, ends[::-1]} if tied else set())
@@ -128,6 +130,18 @@ def one_for_both_directions(world, group, pairs):
 def test_what_locks_up_on_nccl(connect, eager):
     with pytest.raises(PeerError, match=r"^irecv from 1 .*: rank 0 waits .*, in vain: rank 1 waits"):
         run("1f1b", 4, 8, 0, eager=eager, connect=connect)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpipe"])
+def test_an_order_of_nccl_that_locks_up_is_refused(kind, monkeypatch):
+    with pytest.raises(PeerError, match="in vain"):
+        run(kind, 4, 8, 0, one_by_one=True)
+    monkeypatch.setattr(link, "_driver", lambda: 12020)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    with pytest.raises(ValueError, match=r"one by one with drivers before CUDA 12\.3"):
+        connected_link(None, [], [], CPU)
+    monkeypatch.setattr(link, "_driver", lambda: 12030)
+    assert not link.one_by_one()
 
 
 def test_a_message_of_another_shape_is_refused():

@@ -7,6 +7,7 @@ from torch import nn
 
 from parallel_ops._internal.gradients.grouped_matmul import one_kernel_for
 from parallel_ops.models import Transformer
+from parallel_ops.pipeline_parallel.link import one_by_one
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.train.parallelize_model import PRECISIONS
 
@@ -42,6 +43,9 @@ def _reasons_of_steps(settings: "Settings", draws: bool, device: torch.device) -
             checked_capacity(settings) is not None and settings.seq_length % plan.cp > 0
         ),
         "the backward of parallel.offload waits for copies to host memory": plan.offload != "none",
+        "NCCL_LAUNCH_ORDER_IMPLICIT=1 runs captured messages of a pipeline one by one with drivers before CUDA 12.9": (
+            device.type == "cuda" and plan.pp > 1 and one_by_one(captured=True)
+        ),
         "logging.trace measures the actions of a step with events": settings.logging.trace is not None,
         "of this dtype on this GPU, torch computes experts one by one, and the host reads how many rows each has": (
             experts is not None and device.type == "cuda" and not one_kernel_for(device, PRECISIONS[plan.dtype])

@@ -17,15 +17,15 @@ class World:
 
     Args:
         size: Number of ranks. seed: Of the order in which they run.
-        eager: How torch makes communicators; see ``nccl_rules``.
+        eager, one_by_one: How torch makes communicators, and NCCL orders operations; see ``nccl_rules``.
 
     Attributes:
         dist: In place of ``torch.distributed``, for the rank that calls it.
         most_posted: The most receives that were posted and had not ended.
     """
 
-    def __init__(self, size: int, seed: int, *, eager: bool = False) -> None:
-        self.size, self.rules = size, Rules(eager=eager)
+    def __init__(self, size: int, seed: int, *, eager: bool = False, one_by_one: bool = False) -> None:
+        self.size, self.rules = size, Rules(eager=eager, one_by_one=one_by_one)
         self._turns, self._thread = Turns(size, seed), threading.local()
         self.dist, self.most_posted = Distributed(self), 0
 

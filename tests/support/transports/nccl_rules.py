@@ -11,6 +11,8 @@ From the sources of torch 2.13 (``ProcessGroupNCCL::pointToPoint``, ``initNCCLCo
 - Operations of a communicator run in order: one that waits for its peers holds back those behind it. The messages of a
   batch run at once, and end together. NCCL promises no buffer, so a send ends with its receive.
 - All ranks make the same collectives of a group in the same order.
+- With NCCL_LAUNCH_ORDER_IMPLICIT=1 and an older driver (``getImplicitOrder``) the operations of a rank run in order
+  over all communicators.
 
 And CUDA's (its C++ Programming Guide, "Lazy Loading", on concurrent kernels; ``cudaFree``): the first launch of a
 kernel and memory that goes back to the device may wait for all operations that the rank has posted.
@@ -60,6 +62,7 @@ class Operation:
             ((m.peer, rank) if m.receives else (rank, m.peer)): {rank, m.peer} for m in messages
         } or {"collectives": set(ranks)}
         self.may_return = self.done = False
+        self.ahead: list[Operation] = []  # what must end before
 
     def __str__(self) -> str:
         messages = (f"{'from' if m.receives else 'to'} {m.peer}" for m in self.messages)
@@ -72,10 +75,11 @@ class Rules:
 
     Args:
         eager: torch makes a group's communicator with the group.
+        one_by_one: NCCL runs the operations of a rank in order over all communicators.
     """
 
-    def __init__(self, *, eager: bool) -> None:
-        self.eager = eager
+    def __init__(self, *, eager: bool, one_by_one: bool = False) -> None:
+        self.eager, self.one_by_one = eager, one_by_one
         self._made: dict[Any, set[int]] = {}
         self._sides: dict[tuple[Any, Any], set[int]] = {}
         # By communicator: the operations of each rank, and those whose host stands.
@@ -96,6 +100,7 @@ class Rules:
             ranks = min(rank, message.peer), max(rank, message.peer)
             communicator += f", its ranks {ranks[0]} and {ranks[1]}"
         operation = Operation(rank, communicator, ranks, name, messages)
+        operation.ahead = self.of(rank) if self.one_by_one else []
         self._made.setdefault(communicator, set()).add(rank)
         for link in operation.connects:
             self._sides.setdefault((communicator, link), set()).add(rank)
@@ -123,16 +128,17 @@ class Rules:
             connected = (self._sides[communicator, link] >= sides for link, sides in operation.connects.items())
             operation.may_return = made and all(connected)
         standing[:] = [operation for operation in standing if not operation.may_return]
-        while any(self._end(queue[0]) for queue in self._queues[communicator].values() if queue):
+        reached = [*self._queues] if self.one_by_one else [communicator]
+        while any(self._end(queue[0]) for each in reached for queue in self._queues[each].values() if queue):
             pass
 
     def _first(self, rank: int, communicator: Any) -> Operation | None:
         queue = self._queues[communicator].get(rank)
-        return queue[0] if queue and queue[0].may_return else None
+        return queue[0] if queue and queue[0].may_return and all(other.done for other in queue[0].ahead) else None
 
     def _end(self, operation: Operation) -> bool:
         """Ends what can end of an operation that is first on its rank; returns whether something could."""
-        if not operation.may_return:
+        if self._first(operation.rank, operation.communicator) is not operation:
             return False
         found = [self._first(rank, operation.communicator) for rank in operation.ranks]
         if operation.collective:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from parallel_ops.models import Transformer
+from parallel_ops.pipeline_parallel import link
 from parallel_ops.train.report import outputs
 from parallel_ops.train.report.progress import Progress
 from parallel_ops.train.step.capturable import WARMUP, eager_reason
@@ -194,6 +195,15 @@ def test_gpus_on_which_experts_can_be_captured(data, monkeypatch, capability):
     settings = runs.settings_of(data, model=EXPERTS, **BF16, run={"cuda_graph": "step"})
     reason = eager_reason(settings, Transformer(settings.config, device="meta"), torch.device("cuda"))
     assert (reason is None) == (capability == (9, 0)), reason
+
+
+@pytest.mark.parametrize("driver", [12080, 12090])
+def test_drivers_with_which_pipelines_can_be_captured(data, monkeypatch, driver):
+    monkeypatch.setattr(link, "_driver", lambda: driver)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    settings = runs.settings_of(data, **LLAMA, parallel={"pp": 2, "global_batch": 4}, run={"cuda_graph": "step"})
+    reason = eager_reason(settings, Transformer(settings.config, device="meta"), torch.device("cuda"))
+    assert (reason is None) == (driver == 12090), reason
 
 
 def test_without_a_gpu_a_warning_and_eager_steps(data, monkeypatch):
