@@ -192,7 +192,7 @@ def _product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offs: Tensor, recipe: str, emulated: bool, gradient: bool
 ) -> Tensor:
     form, summed = RECIPES[recipe], b.dim() == 2
-    if not emulated and a.is_cuda and a.numel() and len(offs) <= MAX_GROUPS and _has_kernel(a.device, recipe):
+    if not emulated and a.is_cuda and a.numel() and len(offs) <= MAX_GROUPS and one_kernel_for(a.device, recipe):
         y = _kernel(Quantized(a, a_scales), Quantized(b, b_scales), offs, form, gradient)
         if summed:  # a group without rows has what was in memory (pytorch/pytorch#172439)
             return y.masked_fill_((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], 0)
@@ -219,8 +219,11 @@ def _(
 
 
 @functools.cache
-def _has_kernel(device: torch.device, recipe: str) -> bool:
-    """Whether torch has a grouped matmul for this GPU: that of MXFP8 is not in every build (USE_FBGEMM_GENAI)."""
+def one_kernel_for(device: torch.device, recipe: str) -> bool:
+    """Whether torch has a grouped matmul for this GPU, else the host waits for ``offs``.
+
+    That of MXFP8 is not in every build (USE_FBGEMM_GENAI).
+    """
     if torch.cuda.get_device_capability(device)[0] not in _MAJORS.get(recipe, ()):
         return False
     form, x = RECIPES[recipe], torch.zeros(128, 128, device=device, dtype=torch.bfloat16)

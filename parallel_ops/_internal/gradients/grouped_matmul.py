@@ -13,7 +13,7 @@ On a CPU each group is one matmul of torch's. A batched matmul is at most a tent
 for bfloat16 on compute capabilities 9 and 10. Elsewhere the host waits for ``offs`` once and starts a matmul a group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -98,9 +98,19 @@ def check_ends(op: str, offs: Tensor, rows: int) -> None:
         before = end
 
 
-def one_kernel_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch computes the groups of a GPU in one kernel; where it does not, the host waits for ``offs``."""
-    return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
+def one_kernel_for(device: torch.device, dtype: torch.dtype, sizes: Iterable[int], groups: int) -> bool:
+    """Whether torch computes groups of a GPU in one kernel; where it does not, the host waits for ``offs``.
+
+    Args:
+        sizes: of rows and matrices, but for the number of rows. The kernel reads rows that start at multiples of 16
+            bytes.
+    """
+    return (
+        dtype is torch.bfloat16
+        and torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
+        and groups <= MAX_GROUPS
+        and all(size % 8 == 0 for size in sizes)
+    )
 
 
 def groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -113,13 +123,11 @@ def groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _has_kernel(rows: Tensor, other: Tensor, offs: Tensor) -> bool:
-    """Whether torch's grouped matmul runs on the GPU alone. It reads rows that start at multiples of 16 bytes."""
+    """Whether torch's grouped matmul runs on the GPU alone."""
     return (
         rows.is_cuda
-        and one_kernel_for(rows.device, rows.dtype)
-        and len(offs) <= MAX_GROUPS
         and min(rows.numel(), other.numel()) > 0
-        and all(size % 8 == 0 for size in (rows.shape[1], *other.shape[1:]))
+        and one_kernel_for(rows.device, rows.dtype, (rows.shape[1], *other.shape[1:]), len(offs))
     )
 
 

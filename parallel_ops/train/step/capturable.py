@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 from parallel_ops._internal.gradients.grouped_matmul import one_kernel_for
+from parallel_ops.layers.lora import is_of_experts
 from parallel_ops.models import Transformer
+from parallel_ops.models.lora import chosen, linear_names
+from parallel_ops.ops.float8_grouped_linear import one_kernel_for as one_float8_kernel_for
 from parallel_ops.pipeline_parallel.link import one_by_one
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.train.parallelize_model import PRECISIONS
@@ -35,7 +38,7 @@ def eager_reason(settings: "Settings", model: nn.Module, device: torch.device) -
 
 
 def _reasons_of_steps(settings: "Settings", draws: bool, device: torch.device) -> dict[str, bool]:
-    plan, experts = settings.plan, settings.config.experts
+    plan = settings.plan
     return {
         "data.document_mask changes the lengths of documents in each step": settings.data.document_mask,
         "dropout draws from seeds of the host, which a graph would repeat": draws,
@@ -47,10 +50,25 @@ def _reasons_of_steps(settings: "Settings", draws: bool, device: torch.device) -
             device.type == "cuda" and plan.pp > 1 and one_by_one(captured=True)
         ),
         "logging.trace measures the actions of a step with events": settings.logging.trace is not None,
-        "of this dtype on this GPU, torch computes experts one by one, and the host reads how many rows each has": (
-            experts is not None and device.type == "cuda" and not one_kernel_for(device, PRECISIONS[plan.dtype])
-        ),
+        "of this precision and these sizes on this GPU, torch computes experts one by one, and the host reads how many "
+        "rows each has": _one_by_one_experts(settings, device),
     }
+
+
+def _one_by_one_experts(settings: "Settings", device: torch.device) -> bool:
+    """Whether a matmul of experts, or of their adapters, has no kernel for all of a rank at once."""
+    config, precision, lora = settings.config, settings.precision, settings.lora
+    if device.type != "cuda" or (experts := config.experts) is None:
+        return False
+    sizes = [config.hidden_size, experts.ffn_hidden_size]
+    if lora is not None and any(map(is_of_experts, chosen(config, linear_names(config), lora.options))):
+        sizes.append(lora.options.rank)
+    held = experts.num_experts // settings.plan.ep
+    if not one_kernel_for(device, PRECISIONS[settings.plan.dtype], sizes, held):
+        return True
+    recipe = precision.experts or precision.linears
+    in_float8 = not precision.fp8_emulation and one_float8_kernel_for(device, recipe)
+    return recipe != "bf16" and not in_float8
 
 
 def _reasons_of_layers(settings: "Settings", draws: bool) -> dict[str, bool]:

@@ -10,6 +10,7 @@ from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import link
 from parallel_ops.train.report import outputs
 from parallel_ops.train.report.progress import Progress
+from parallel_ops.train.step import capturable
 from parallel_ops.train.step.capturable import WARMUP, eager_reason
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
@@ -189,12 +190,30 @@ def test_a_reason_against_a_graph(text, data):
     assert "is no Transformer" in eager_reason(settings, torch.nn.Linear(1, 1), torch.device("cuda"))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-def test_gpus_on_which_experts_can_be_captured(data, monkeypatch, capability):
+# As Qwen3-MoE: adapters are of models of a Hugging Face family.
+QWEN = runs.MODELS["llama"] | {
+    "num_layers": 3, "qk_norm": True, "experts": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 128}
+}  # fmt: skip
+ODD = QWEN | {"experts": QWEN["experts"] | {"ffn_hidden_size": 20}}
+ROWWISE, HOPPER = {"dtype": "bf16", "experts": "fp8_rowwise"}, (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "sections", "captured"),
+    [
+        ((8, 0), BF16, False), (HOPPER, BF16, True), ((12, 0), BF16, False), (HOPPER, BF16 | {"model": ODD}, False),
+        (HOPPER, BF16 | {"lora": {"rank": 4, "targets": ["layers.*.attention.q"]}}, True),
+        (HOPPER, BF16 | {"lora": {"rank": 4}}, False),
+        (HOPPER, {"precision": ROWWISE}, True), (HOPPER, {"precision": ROWWISE | {"fp8_emulation": True}}, False),
+        (HOPPER, {"precision": ROWWISE | {"experts": "fp8_blockwise"}, "model": QWEN | {"hidden_size": 128}}, False),
+    ],
+)  # fmt: skip
+def test_experts_that_can_be_captured(data, monkeypatch, capability, sections, captured):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    settings = runs.settings_of(data, model=EXPERTS, **BF16, run={"cuda_graph": "step"})
+    monkeypatch.setattr(capturable, "one_float8_kernel_for", lambda _, recipe: recipe == "fp8_rowwise")
+    settings = runs.settings_of(data, **{"model": QWEN} | sections, run={"cuda_graph": "step"})
     reason = eager_reason(settings, Transformer(settings.config, device="meta"), torch.device("cuda"))
-    assert (reason is None) == (capability == (9, 0)), reason
+    assert (reason is None) == captured, reason
 
 
 @pytest.mark.parametrize("driver", [12080, 12090])
