@@ -91,6 +91,7 @@ def joined(
         yield None, Activity()
         return
     hide_hint()
+    set_environment(settings)
     backend = backend_of(on_gpu, offload=plan.offload != "none")
     timeout, seconds = settings.run.timeout, longest(settings.run.timeout)
     store, rank, ranks = meet(seconds)
@@ -137,6 +138,16 @@ def propagate(error: BaseException) -> None:
     # This rank raises its own error, whether or not the others arrive.
     with contextlib.suppress(RuntimeError):
         Comparison(*meet(seconds), seconds).fail(error)
+
+
+def set_environment(settings: Settings) -> None:
+    """Sets what NCCL reads with its first communicator, unless the user has.
+
+    It registers the buffers of collectives that a graph captures. Replays then crash or stand with
+    ``expandable_segments`` (pytorch/pytorch#158029), and stand across nodes (NVIDIA/nccl#2389).
+    """
+    if settings.run.cuda_graph:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def backend_of(on_gpu: bool, *, offload: bool) -> str:

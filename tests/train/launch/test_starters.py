@@ -9,7 +9,8 @@ import torch
 from torch.distributed import HashStore
 
 from parallel_ops.train.launch.rendezvous import check_environment, name_of_start
-from parallel_ops.train.launch.worker import gpu_of_rank
+from parallel_ops.train.launch.worker import gpu_of_rank, set_environment
+from support.runs.trainer import settings_of
 
 RANK_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -87,3 +88,15 @@ def test_a_rank_takes_its_own_gpu(variables, visible, found, monkeypatch):
         return
     with pytest.raises(ValueError, match=found):
         gpu_of_rank()
+
+
+@pytest.mark.parametrize(
+    ("graph", "given", "found"), [(False, None, None), ("step", None, "0"), ("layers", None, "0"), ("step", "1", "1")]
+)
+def test_nccl_registers_no_buffers_of_captures(graph, given, found, data, monkeypatch):
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # restored
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    if given is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
+    set_environment(settings_of(data, run={"cuda_graph": graph}))
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == found
