@@ -8,8 +8,8 @@ As in ``float8_linear`` each matrix is quantized once by row and once by column,
 what they need: the input half dy and W, the weight half dy and x. All values are e4m3, gradients too, since torch's
 grouped matmuls take nothing else (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 
-On compute capabilities 9 (by row) and 10 (by row, MXFP8) ``torch.nn.functional.scaled_grouped_mm`` computes all experts
-and the host never waits for ``offs``. Elsewhere, and in blocks of 128, for which torch has no grouped matmul, the host
+On compute capabilities 9 (by row) and 10 (MXFP8) ``torch.nn.functional.scaled_grouped_mm`` computes all experts and the
+host never waits for ``offs``. Elsewhere, and in blocks of 128, for which torch has no grouped matmul, the host
 waits once for each matmul and starts a ``scaled_mm`` for each expert.
 """
 
@@ -43,8 +43,10 @@ from parallel_ops.ops.float8_recipes import (
 )
 
 _NAME = "float8_grouped_linear"
-# Majors of the compute capabilities for which torch has grouped matmuls.
-_MAJORS = {"fp8_rowwise": (9, 10), "mxfp8": (10,)}
+# Majors of the compute capabilities for which torch has grouped matmuls. By row it takes a GPU of 10, too, but runs its
+# one kernel there (ScaledGroupMM.cu), which is for 9 and traps: the process can use the GPU no more
+# (pytorch/pytorch#187095, pytorch/ao#2904).
+_MAJORS = {"fp8_rowwise": (9,), "mxfp8": (10,)}
 
 
 def float8_grouped_linear(
