@@ -1,5 +1,6 @@
 """Linears over memory that ranks share, by torch's references of its ops; refusals."""
 
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -74,6 +75,30 @@ def test_what_cannot_be_pulled_is_refused_on_every_rank(what, message):
             AssertionError, match=r"all_gather_linear: overlap=\"symmetric\" cannot do this call: " + message
         ):
             raise AssertionError(outcome.message)
+
+
+def workspaces_left(rank):
+    """Workspaces that live after torch has taken a larger one: of an eager call and of a captured one."""
+    group, found = dist.group.WORLD, []
+    name, workspaces = group.group_name, symmetric_memory._group_name_to_workspace_tensor
+    x, weight = torch.ones(4, 8, dtype=BF16), torch.ones(16, 8, dtype=BF16)
+    for captured in (False, True):
+        with (
+            mock.patch.object(symmetric, "capturing", return_value=captured),
+            torch.library._scoped_library("symm_mem", "IMPL") as library,
+        ):
+            library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+            workspaces[name] = torch.empty(8)
+            alive = weakref.ref(workspaces[name])
+            symmetric.gather_and_multiply(group, x, [weight], [None])
+            workspaces[name] = torch.empty(16)
+            found.append(alive() is not None)
+    del workspaces[name]
+    return found
+
+
+def test_a_graph_keeps_the_workspace_that_it_reads():
+    assert ranks(2).run(workspaces_left) == [[False, True]] * 2
 
 
 def without_peer_access(rank):

@@ -16,6 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.distributed.compat import capturing
+
+# torch's workspaces that captured graphs read and write.
+_captured: dict[int, Tensor] = {}
+
 # By group, why its ranks cannot read each other's memory; ``None`` where they can.
 _refusals: weakref.WeakKeyDictionary[ProcessGroup, str | None] = weakref.WeakKeyDictionary()
 
@@ -51,6 +56,7 @@ def gather_and_multiply(
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(
         shard, [weight.t() for weight in weights], 0, group.group_name
     )
+    _keep_workspace(group, shard)
     return whole, [y if bias is None else y.add_(bias) for y, bias in zip(products, biases, strict=True)]
 
 
@@ -61,7 +67,18 @@ def multiply_and_scatter(group: ProcessGroup, rows: Tensor, weight: Tensor) -> T
         rows: ``[P s, K]``. weight: ``[N, K]``.
     """
     total: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(rows, weight.t(), "sum", 0, group.group_name)
+    _keep_workspace(group, rows)
     return total
+
+
+def _keep_workspace(group: ProcessGroup, tensor: Tensor) -> None:
+    """Keeps the workspace of a captured call, since a graph has addresses: torch frees it where a call needs more."""
+    if capturing(tensor):
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        workspace = symmetric_memory._group_name_to_workspace_tensor[group.group_name]
+        assert workspace is not None
+        _captured[workspace.data_ptr()] = workspace
 
 
 def owned(product: Tensor, shape: Sequence[int]) -> Tensor:
