@@ -90,7 +90,7 @@ def _flash_arguments(
     """q, k and v in flash attention's layout, bounds of documents with their greatest lengths, and the keywords."""
     keywords: dict[str, float | int | None] = {"scale": options.softmax_scale}
     if options.left is not None:
-        keywords |= {"window_size_left": options.left, "window_size_right": 0}
+        keywords |= {"window_size_left": options.left, "window_size_right": options.right}
     lengths = q.shape[0], k.shape[0]
     if options.cu_seqlens is None:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
