@@ -41,6 +41,17 @@ def test_reading_the_logits_says_how_to_have_them(family):
         outputs.to_tuple()
 
 
+@pytest.mark.parametrize("kept", [5, torch.tensor([1, 4, 6])], ids=["last", "positions"])
+def test_logits_to_keep_are_those_that_labels_are_of(kept):
+    model, given = model_of("llama"), batch()
+    given |= {"labels": given["labels"][:, -5:] if isinstance(kept, int) else given["labels"][:, kept]}
+    stock = model(**given, logits_to_keep=kept)
+    huggingface.apply(model)
+    outputs = model(**given, logits_to_keep=kept)
+    torch.testing.assert_close(outputs.loss, stock.loss)
+    torch.testing.assert_close(outputs.logits, stock.logits)
+
+
 @pytest.mark.skipif(OLD, reason="before Transformers 5 routers return no logits here")
 def test_the_auxiliary_loss_comes_before_the_logits():
     outputs = outputs_of("mixtral", output_router_logits=True)

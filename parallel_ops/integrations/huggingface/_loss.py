@@ -18,7 +18,7 @@ from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 
 # Arguments of a causal language model that its base model does not take.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
-_OF_THE_HEAD = ("logits_to_keep", "num_logits_to_keep", "return_dict")
+_PARTS = ("logits_to_keep", "num_logits_to_keep")
 KINDS = ("plain", "divided", "multiplied", "softcapped", "mixture")  # what is done to the logits
 OTHER_REGISTERED_LOSS = "the loss that transformers.loss.loss_utils has for causal language models was replaced"
 
@@ -111,13 +111,15 @@ def _other_head(model: Any) -> str | None:
 
 def _can_skip(model: Any, given: dict[str, Any]) -> bool:
     tuples = given.get("return_dict") is False or not getattr(model.config, "return_dict", True)
-    return given.get("labels") is not None and not tuples
+    parts = [given.get(name) for name in _PARTS]
+    whole = all(part is None or (isinstance(part, int) and part == 0) for part in parts)  # labels are of the kept rows
+    return given.get("labels") is not None and not tuples and whole
 
 
 def without_logits(model: Any, given: dict[str, Any], stock: Any, kind: str, base: str) -> Any:
     """A call of ``model``, a ``stock``, with labels."""
     of_the_loss = {name: given.pop(name, None) for name in _OF_THE_LOSS}
-    for name in _OF_THE_HEAD:
+    for name in (*_PARTS, "return_dict"):
         given.pop(name, None)
     mixture = kind == "mixture"
     if mixture and given.get("output_router_logits") is None:
