@@ -51,6 +51,18 @@ def test_attention_in_every_format(tensor_format, options, theirs):
     check(out.permute([tensor_format.index(axis) for axis in "bhsd"]), sdpa(*leaves, **theirs), leaves)
 
 
+def test_fewer_queries_than_keys():
+    """FlashAttention's causal mask, Transformer Engine's "causal_bottom_right": the last query sees the last key."""
+    q, k, v = heads_first()
+    for queries in (1, 5):
+        out = flash_attention(q[:, :, -queries:], k, v, tensor_format="bhsd")
+        torch.testing.assert_close(out, sdpa(q, k, v, is_causal=True)[:, :, -queries:])
+    with pytest.raises(ValueError, match="at least as many keys as queries"):
+        flash_attention(q, k[:, :, 1:], v[:, :, 1:], tensor_format="bhsd")
+    with pytest.raises(ValueError, match=r"None for no cap"):
+        flash_attention(q, k, v, softcap=0.0, tensor_format="bhsd")
+
+
 def test_packed_sequences_and_masks_as_ranges():
     q, k, v = (torch.randn(S, h, D) for h in (H, KV, KV))  # [t, h, d]
     cu_seqlens = torch.tensor([0, 5, S], dtype=torch.int32)

@@ -64,6 +64,10 @@ def test_ligers_cross_entropy(reduction):
     more = {"mean": squares.sum() / kept.sum(), "sum": squares.sum(), "none": squares}[reduction]
     got = cross_entropy(logits, target, z_loss=1e-2, softcap=5.0, **options)
     torch.testing.assert_close(got, F.cross_entropy(z, target, **options) + 1e-2 * more)
+    if reduction == "mean":  # of both by the sum of weights, unlike Liger's
+        more = squares.sum() / weight[target[target != -1]].sum()
+    got = cross_entropy(logits, target, class_weight=weight, z_loss=1e-2, softcap=5.0, **options)
+    torch.testing.assert_close(got, expected + 1e-2 * more)
 
 
 def test_ligers_linear_cross_entropy():
