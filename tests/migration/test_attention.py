@@ -63,6 +63,17 @@ def test_fewer_queries_than_keys():
         flash_attention(q, k, v, softcap=0.0, tensor_format="bhsd")
 
 
+def test_packed_heads_and_sinks_of_zero():
+    qkv = torch.randn(B, S, 3, H, D)
+    q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+    out = flash_attention(*qkv.unbind(2), tensor_format="bshd", causal=False)
+    torch.testing.assert_close(out.transpose(1, 2), sdpa(q, k, v))
+    scores = q @ k.transpose(-1, -2) * D**-0.5
+    off_by_one = scores.exp() / (1 + scores.exp().sum(-1, keepdim=True))
+    out = flash_attention(*qkv.unbind(2), tensor_format="bshd", causal=False, sink=torch.zeros(H))
+    torch.testing.assert_close(out.transpose(1, 2), off_by_one @ v)
+
+
 def test_packed_sequences_and_masks_as_ranges():
     q, k, v = (torch.randn(S, h, D) for h in (H, KV, KV))  # [t, h, d]
     cu_seqlens = torch.tensor([0, 5, S], dtype=torch.int32)
@@ -112,6 +123,8 @@ def test_rotary_embeddings_of_others():
     torch.testing.assert_close(out.transpose(1, 2), want[0])
     megatron = rotary_embedding(q.permute(2, 0, 1, 3), twice[:, None, None], doubled=True)
     torch.testing.assert_close(megatron.permute(1, 2, 0, 3), want[0])
+    engine = rotary_embedding(q.transpose(1, 2), twice[:, None, None], doubled=True, tensor_format="bshd")
+    torch.testing.assert_close(engine.transpose(1, 2), want[0])
     packed = rotary_embedding(q[0].transpose(0, 1), twice[:, None, None], doubled=True, cu_seqlens=torch.tensor([0, S]))
     torch.testing.assert_close(packed.transpose(0, 1), want[0][0])
 

@@ -38,6 +38,8 @@ def of_layers(rank):
     y = up(x)
     mine = [t.chunk(2, dim=d)[rank] for t, d in ((w1, 0), (w2, 1), (x, 0))]
     part = x[rank * rows : (rank + 1) * rows]
+    sent = [w1.chunk(2)[r].split([2, 4])[rank] for r in range(2)]
+    halves = torch.cat(sent)
     return [
         (comm.gather_from_group(y, group, dim=-1), F.linear(x, w1, b1)),  # gather_output
         (down(y), F.linear(F.linear(x, w1, b1), w2, b2)),
@@ -54,7 +56,29 @@ def of_layers(rank):
         (comm.reduce_from_group(x, group), 2 * x),
         (comm.all_gather(part, group), x),
         (comm.reduce_scatter(x, group), 2 * part),
+        (comm.all_to_all(mine[0], group, split_sizes=[2, 4], concat_sizes=[2, 2] if rank == 0 else [4, 4]), halves),
+        *of_regions(rank, group),
     ]
+
+
+def of_regions(rank, group):
+    """Megatron's regions of sequence parallelism: results and gradients where the ranks weigh results by 1 and by 2."""
+    whole, weights = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6).cos()
+    rows, columns = whole.chunk(2)[rank], whole.chunk(2, dim=1)[rank]
+    weighed = weights * (rank + 1)
+    split = torch.cat([weights.chunk(2)[r] * (r + 1) for r in range(2)])
+    regions = [
+        (comm.all_gather, {}, rows, whole, weighed, 3 * weights.chunk(2)[rank]),
+        (comm.gather_from_group, {}, rows, whole, weighed, weighed.chunk(2)[rank]),
+        (comm.scatter_to_group, {}, whole, rows, weighed.chunk(2)[rank], split),
+        (comm.reduce_scatter, {}, whole, 2 * rows, weighed.chunk(2)[rank], split),
+        (comm.all_gather, {"dim": -1}, columns, whole, weighed, 3 * weights.chunk(2, dim=1)[rank]),
+    ]
+    for region, options, rank_part, result, dy, dx in regions:
+        x = rank_part.clone().requires_grad_()
+        y = region(x, group, **options)
+        yield y, result
+        yield torch.autograd.grad(y, x, dy)[0], dx
 
 
 def test_linears_embeddings_and_regions():
@@ -77,6 +101,9 @@ def test_norms():
     norm, total = rms_norm(x, w, 1e-6, residual=r)
     torch.testing.assert_close(norm, F.rms_norm(x + r, (H,), w, 1e-6))
     torch.testing.assert_close(total, x + r)
+    norm, total = layer_norm(x, w, b, 1e-6, residual=r)
+    torch.testing.assert_close(norm, F.layer_norm(x + r, (H,), w, b, 1e-6))
+    torch.testing.assert_close(total, x + r)
 
 
 def test_activations():
@@ -86,9 +113,14 @@ def test_activations():
     torch.testing.assert_close(bias_gelu(x, bias), F.gelu(x + bias, approximate="tanh"))
     gate, second = (x + bias).chunk(2, dim=-1)
     torch.testing.assert_close(bias_swiglu(x, bias), F.silu(gate) * second)
+    first, last = (x + bias).chunk(2, dim=-1)
     gate, second = x.chunk(2, dim=-1)
     torch.testing.assert_close(bias_swiglu(x, None, weights=weights), F.silu(gate) * second * weights.unsqueeze(-1))
     torch.testing.assert_close(bias_dropout_add(x, bias, up, 0.1, training=False), x + bias + up)
+    torch.testing.assert_close(gelu_mul(*(x + bias).chunk(2, dim=-1)), F.gelu(first, approximate="tanh") * last)
+    first, last = x[..., : H // 2].clamp(max=0.5), x[..., H // 2 :].clamp(-0.5, 0.5)
+    quick = first * torch.sigmoid(1.702 * first) * (last + 1.0) * weights.unsqueeze(-1)
+    torch.testing.assert_close(bias_swiglu(x, None, weights=weights, alpha=1.702, limit=0.5, up_offset=1.0), quick)
     dropped = bias_dropout_add(x, bias, up, 0.5, training=True) - up
     kept = dropped.abs() > 1e-6
     torch.testing.assert_close(dropped[kept], (2 * (x + bias))[kept], rtol=1e-4, atol=1e-5)

@@ -7,7 +7,10 @@ import torch.nn.functional as F
 
 from parallel_ops import (
     cross_entropy,
+    dpo_loss,
+    grpo_loss,
     linear_cross_entropy,
+    linear_kl_divergence,
     linear_log_probs,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_log_probs,
@@ -105,3 +108,43 @@ def test_log_probs_and_entropy_from_hidden_states():
     for log_probs, entropy in results + ranks(2).run(of_verl, hidden, weight, tokens):
         torch.testing.assert_close(log_probs, distribution.log_prob(tokens), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-4, atol=1e-5)
+
+
+def test_ligers_distillation_and_preferences():
+    """Of hidden states ``[b, s, H]`` and labels that are shifted already, -100 where they do not count."""
+    labels = logits_and_target()[1].transpose(0, 1).clone()
+    labels[0, 3:] = -100
+    kept = labels != -100
+    weight, teacher_weight = torch.randn(V, H), torch.randn(V, 4)
+    hidden, teacher = torch.randn(B, S, H), torch.randn(B, S, 4)
+    student, of_teacher = (F.log_softmax(x @ w.T / 2.0, -1) for x, w in ((hidden, weight), (teacher, teacher_weight)))
+    kl = (of_teacher.exp() * (of_teacher - student)).sum(-1)[kept].sum() / kept.sum()
+    got = linear_kl_divergence(hidden, weight, teacher, teacher_weight=teacher_weight, temperature=2.0)
+    torch.testing.assert_close(got[kept].mean(), kl)
+
+    policy, reference = (torch.randn(2 * B, S, H) for _ in range(2))  # the chosen answers, then the rejected ones
+    labels, kept = labels.repeat(2, 1), kept.repeat(2, 1)
+    found, expected = [], []
+    for x in (policy, reference):
+        log_p = (x @ weight.T).log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        expected.append((log_p * kept).sum(-1).chunk(2))
+        found.append(linear_log_probs(x, weight, labels, entropy=False).log_probs.sum(-1).chunk(2))
+    (chosen, rejected), (of_chosen, of_rejected) = expected
+    loss = -F.logsigmoid(0.2 * ((chosen - of_chosen) - (rejected - of_rejected))).sum() / B
+    torch.testing.assert_close(dpo_loss(*found[0], *found[1], beta=0.2), loss)
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "grpo"])
+def test_ligers_grpo(loss_type):
+    log_probs, old, reference = (-torch.rand(B, S) for _ in range(3))
+    advantages, mask = torch.tensor([1.0, -2.0]), torch.arange(S) < torch.tensor([[S], [3]])
+    ratio = (log_probs - old).exp()
+    loss = -torch.min(ratio * advantages[:, None], ratio.clamp(0.9, 1.3) * advantages[:, None])
+    loss = loss + 0.04 * ((reference - log_probs).exp() - (reference - log_probs) - 1.0)
+    sums, counts = (loss * mask).sum(-1), mask.sum(-1)
+    expected = sums.sum() / counts.sum() if loss_type == "bnpo" else (sums / counts).sum() / B
+    got = grpo_loss(
+        log_probs, old, advantages, mask=mask, reference_log_probs=reference, clip_low=0.1, clip_high=0.3,
+        kl_weight=0.04, token_dim=1, mean="token" if loss_type == "bnpo" else "sequence",
+    )  # fmt: skip
+    torch.testing.assert_close(got, expected)
