@@ -39,6 +39,8 @@ CASES = {
     "llama": {"tp": 2, "config": {**LLAMA, **SEQUENCE}, "model": {"position_embedding_type": "rope"}},
     "latent attention": {"tp": 2, "config": LATENT | SEQUENCE, "model": {"position_embedding_type": "rope"}},
     "window": {"tp": 2, "config": {"window_size": (3, 0)}},
+    "more tokens predicted": {"tp": 2, "config": {**LLAMA, **SEQUENCE, "mtp_num_layers": 1}},
+    "more tokens predicted, on the second stage": {"pp": 2, "config": {**ALL_TO_ALL, "mtp_num_layers": 1}},
     "experts by all-gather": {"ep": 2, "config": EXPERTS},
     "experts by all-to-all": {"ep": 2, "config": ALL_TO_ALL},
     "every rank has all experts": {"config": {**ALL_TO_ALL, "moe_router_pre_softmax": True}},
@@ -61,6 +63,7 @@ CASES = {
 LONG = {
     "recomputed experts", "experts that drop tokens", "every rank has all experts", "gradients in bfloat16", "window",
     "experts by all-gather", "recomputed", "fused gradients, overlapped reduction",
+    "more tokens predicted, on the second stage",
 }  # fmt: skip
 
 

@@ -170,6 +170,8 @@ def build(case, **stages):
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = AttentionWithoutWidths
     arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
+    if config.mtp_num_layers:
+        arguments["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return config, GPTModel(config, spec, **arguments).to(case.dtype)
 
 
