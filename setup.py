@@ -8,7 +8,10 @@ Environment:
 """
 
 import os
+import platform
+import re
 import shutil
+import subprocess
 import sys
 from glob import glob
 
@@ -88,6 +91,23 @@ def check_compiler() -> None:
         sys.exit(f"parallel_ops: no C++ compiler found (looked for {compiler!r}); install g++ 11 or later, or set CXX")
 
 
+def instruction_set() -> list[str]:
+    """Flags for compilers that cannot compile a function for several instruction sets, to take the processor's.
+
+    GCC 12 and later can. What others compile would be for the first processors of 64 bits: they compile for AVX2, if
+    this machine has it, unless CFLAGS says for what.
+    """
+    compiler = os.environ.get("CXX", "c++").split()
+    if platform.machine() != "x86_64" or "-march=" in os.environ.get("CFLAGS", "") or not shutil.which(compiler[0]):
+        return []
+    command = [*compiler, "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    gcc = re.search(r"#define __GNUC__ (\d+)", macros)
+    if "#define __clang__ " not in macros and gcc is not None and int(gcc[1]) >= 12:
+        return []
+    return ["-march=x86-64-v3"] if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else []
+
+
 def extension() -> Extension:
     # NaN and infinities keep their meaning, so no -ffast-math; these two only let loops with a choice vectorise.
     flags = [
@@ -101,6 +121,7 @@ def extension() -> Extension:
         "-Wextra",
         "-Wno-unused-parameter",
         "-Wno-psabi",  # vectors are passed between inlined functions alone
+        *instruction_set(),
     ]
     return cpp_extension.CppExtension(
         name="parallel_ops._C",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,31 @@ for flag in ("", "1", "0", "yes"):
         abi3,
         *["parallel_ops: PARALLEL_OPS_NCCL_BUILD must be unset, 0 or 1, got 'yes'"] * 2,
     ], result.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="NEON is in every aarch64")
+def test_compilers_that_know_one_instruction_set_compile_for_avx2(tmp_path):
+    """Those that cannot choose when the library is loaded; unless CFLAGS names another, or the machine has none."""
+    code = """
+import os, runpy, sys, setuptools, torch
+setuptools.setup = lambda ext_modules, **others: print(ext_modules[0].extra_compile_args[-1])
+for capability in ("AVX512", "AVX2", "DEFAULT"):
+    torch.backends.cpu.get_cpu_capability = lambda: capability
+    runpy.run_path(sys.argv[1])
+"""
+    found = {}
+    for name, macro in (("gcc-12", "__GNUC__ 12"), ("gcc-11", "__GNUC__ 11"), ("clang", "__clang__ 1")):
+        compiler = tmp_path / name
+        compiler.write_text(f"#!/bin/sh\necho '#define {macro}'\n")
+        compiler.chmod(0o755)
+        for flags in ("", "-march=native"):
+            result = subprocess.run(
+                [sys.executable, "-c", code, ROOT / "setup.py"], cwd=ROOT, capture_output=True, text=True, check=True,
+                env={**os.environ, "CXX": str(compiler), "CFLAGS": flags},
+            )  # fmt: skip
+            found[name, flags] = [line == "-march=x86-64-v3" for line in result.stdout.splitlines()]
+    assert found.pop(("gcc-11", "")) == found.pop(("clang", "")) == [True, True, False]
+    assert set(map(tuple, found.values())) == {(False, False, False)}
 
 
 def test_source_tree_without_the_extension_says_what_to_do(tmp_path):

@@ -80,6 +80,14 @@ struct Bf16Pairs {
   M(kFp32, , Plain<float, 16, 8>)       \
   M(kFp64, , Plain<double, 16, 4>)      \
   M(kBf16, PARALLEL_OPS_ARM_BF16, Bf16Pairs<16>)
+#elif defined(__AVX512F__)
+#define PARALLEL_OPS_FOR_EACH_ENGINE(M) \
+  M(kFp32, , Plain<float, 64, 8>)       \
+  M(kFp64, , Plain<double, 16, 4>)
+#elif defined(__AVX2__)
+#define PARALLEL_OPS_FOR_EACH_ENGINE(M) \
+  M(kFp32, , Plain<float, 32, 6, 4>)    \
+  M(kFp64, , Plain<double, 16, 4>)
 #else
 #define PARALLEL_OPS_FOR_EACH_ENGINE(M) \
   M(kFp32, , Plain<float, 16, 4>)       \
