@@ -24,7 +24,6 @@ proportionate: comm / gemm is what it would be on a GPU of REFERENCE_FLOPS with 
 import dataclasses
 import functools
 import math
-import os
 from typing import Annotated
 
 import torch
@@ -36,7 +35,7 @@ from benchmarks.harness import options
 from benchmarks.harness.environment import Environment
 from benchmarks.harness.timing import Call, HostTimer, Rounds, take_turns
 from benchmarks.parallel.link import Session
-from parallel_ops._internal.command_line import fail
+from parallel_ops._internal.command_line import fail, processors
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.choose import CANDIDATES, OFF
@@ -238,7 +237,7 @@ def main(
             )
     if on_cpu:
         keep_freed_memory()  # as in training; without it page faults of new outputs decide
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))  # one core is the link's
+        torch.set_num_threads(max(1, processors() - 1))  # one core is the link's
     rows = [row for gemm in chosen for row in _rows(session, gemm, factor, 1e-6 * latency_us)]
     session.end("overlap", rows, _table(rows))
 

@@ -9,7 +9,6 @@ makes the median longer, and calibration on CPUs keeps the fastest repetitions, 
 """
 
 import json as json_module
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks.harness import options
 from benchmarks.harness.processes import on_ranks
 from benchmarks.harness.timing import HostTimer, Rounds, Stats, take_turns
 from benchmarks.training.steps import settings_of, write_tokens
+from parallel_ops._internal.command_line import processors
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.planner.cli import inputs
 from parallel_ops.train import Trainer
@@ -89,7 +89,7 @@ app = options.single(main)
 def _measured(rank: int, settings: Settings, rounds: int) -> Stats:
     """Seconds of a step of the trainer on one of the ranks."""
     plan = settings.plan
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.gpus))
+    torch.set_num_threads(max(1, processors() // plan.gpus))
     keep_freed_memory()
     trainer = Trainer(
         settings, ParallelMesh(pp=plan.pp, dp_shard=plan.dp_shard, dp_replicate=plan.dp_replicate, tp=plan.tp)
