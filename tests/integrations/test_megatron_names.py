@@ -1,5 +1,6 @@
 """Names of Megatron-core that the drop-in replaces: each alone, all or none, and undone."""
 
+import functools
 import importlib
 import sys
 from types import SimpleNamespace
@@ -9,11 +10,15 @@ import torch
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
+from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from parallel_ops.integrations import megatron
+from parallel_ops.integrations.megatron import experts, functions, modules, rotary
 from parallel_ops.integrations.megatron._rebind import Binding, Replaced
 
 pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
@@ -125,3 +130,51 @@ def test_nothing_is_printed(capfd):
     with megatron.apply():
         pass
     assert capfd.readouterr() == ("", "")
+
+
+_GROUP = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+_CHOSEN = torch.ones(5, 4, dtype=torch.bool)
+# Builders, what they replace, and arguments that the ops support.
+NEWER = {
+    "swiglu": (functions.bias_swiglu, fused_bias_swiglu.bias_swiglu_impl, torch.ones(5, 8), None),
+    "weighted swiglu": (
+        functions.weighted_bias_swiglu, fused_bias_swiglu.weighted_bias_swiglu_impl,
+        torch.ones(5, 8), None, torch.ones(5, 1),
+    ),
+    "rotary": (rotary.rotary, rope_utils._apply_rotary_pos_emb_bshd, torch.ones(5, 2, 4, 8), torch.ones(5, 1, 1, 8)),
+    "packed rotary": (
+        rotary.packed_rotary, rope_utils._apply_rotary_pos_emb_thd,
+        torch.ones(5, 4, 8), torch.tensor([0, 5], dtype=torch.int32), torch.ones(5, 1, 1, 8),
+    ),
+    "router": (experts.topk_routing, moe_utils.topk_routing_with_score_function, torch.ones(5, 4), 2),
+    "permute": (experts.permute, moe_utils.permute, torch.ones(5, 8), _CHOSEN, None, 20),
+    "unpermute": (experts.unpermute, moe_utils.unpermute, torch.ones(20, 8), None, (5, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_arguments_of_later_versions_are_not_swallowed(name):
+    """They reach Megatron's function; those that say no more than their default do not keep the op away."""
+    build, stock, *values = NEWER[name]
+    options = {"cp_group": _GROUP} if name == "packed rotary" else {}
+    if name == "unpermute":
+        values[1] = experts.permute(moe_utils.permute, False)(torch.ones(5, 8), _CHOSEN, None, 20)[2]
+    replacement = build(functools.wraps(stock)(lambda *args, **options: options), False)
+    assert replacement(*values, **options, newer=True) == {**options, "newer": True}
+    for unset in ({"newer": False}, {"newer": None}):
+        assert not isinstance(replacement(*values, **options, **unset), dict)
+
+
+def test_positions_after_the_known_ones_reach_megatrons_permute():
+    replacement = experts.permute(functools.wraps(moe_utils.permute)(lambda *args: args), False)
+    values = torch.ones(5, 8), _CHOSEN, None, 20, False, False, None, 0
+    assert len(replacement(*values, True)) == 9
+
+
+def test_later_options_of_linears_reach_megatrons(monkeypatch):
+    linear = modules.ColumnParallelLinear.__new__(modules.ColumnParallelLinear)
+    monkeypatch.setattr(
+        tensor_parallel.ColumnParallelLinear, "_forward_impl", lambda self, input, weight, **options: options
+    )
+    options = {"sequence_parallel": True, "output_dtype": torch.float32}
+    assert linear._forward_impl(None, None, **options) == options

@@ -16,6 +16,7 @@ from parallel_ops.integrations.megatron.functions import Function, given
 from parallel_ops.ops import ExpertOrder
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_PADDING = ("tokens_per_expert", "align_size")  # of the fused permute; the first is returned as it is
 _ORDER = "_parallel_ops_order"  # of the indices that permute returns, for unpermute
 
 
@@ -92,6 +93,7 @@ def permute(original: Function, exact: bool) -> Function:
         **options: Any,
     ) -> tuple[Any, ...]:
         fits = not fused and not drop_and_pad and _fits(tokens, exact) and routing_map.dim() == 2
+        fits = fits and len(padding) <= len(_PADDING) and not given(options, _PADDING)
         if not fits or (later and num_out_tokens is None):
             return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, *padding, **options)
         order = _order(routing_map, int(num_out_tokens) if later else None)

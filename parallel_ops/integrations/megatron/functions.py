@@ -5,7 +5,7 @@ Each function below takes the original and ``exact`` (see ``apply``) and returns
 versions, storage of inputs in fp8, offloading.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -79,9 +79,9 @@ def weighted_bias_quick_geglu(original: Function, exact: bool) -> Function:
     return weighted_bias_quick_geglu_impl
 
 
-def given(options: dict[str, Any]) -> bool:
-    """Whether any of a newer version's options is set."""
-    return any(value is not None and value is not False for value in options.values())
+def given(options: dict[str, Any], known: Collection[str] = ()) -> bool:
+    """Whether any of a newer version's options is set: those that are not ``known``."""
+    return any(v is not None and v is not False for name, v in options.items() if name not in known)
 
 
 def bias_dropout_add(training: bool, original: Function, exact: bool) -> Function:

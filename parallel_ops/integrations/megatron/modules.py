@@ -18,6 +18,11 @@ from parallel_ops.comm import set_consistency_checks
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
 
+# Options of Megatron's linears that the ops support, or that ``_covered`` reads of the linear.
+_OPTIONS = {
+    "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group", "gtp_remat_size",
+}  # fmt: skip
+
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """Megatron's, with ``all_gather_linear`` under sequence parallelism: the matmul overlaps with the gather.
@@ -37,8 +42,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         _check_first_calls(self)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        deferred = kwargs.get("grad_output_buffer") is not None
-        if args or deferred or not kwargs.get("sequence_parallel") or not _covered(self, weight):
+        # Gradients that are deferred, and options of newer versions.
+        other = args or any(v is not None and v is not False for name, v in kwargs.items() if name not in _OPTIONS)
+        if other or not kwargs.get("sequence_parallel") or not _covered(self, weight):
             return super()._forward_impl(input, weight, *args, **kwargs)
         return all_gather_linear(
             input, weight, kwargs.get("bias"), group=self.tp_group, grad_reduce=self.grad_reduce,

@@ -1,6 +1,5 @@
 """Replacements of Megatron-core's rotary positions; ``original`` and ``exact`` are explained in ``functions.py``."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ops import ops
-
-Function = Callable[..., Any]
+from parallel_ops.integrations.megatron.functions import Function, given
 
 
 class _Angles:
@@ -70,6 +68,8 @@ def _rotated(
 # A version has one or both of these.
 _SPLIT_PAIRS = ("multi_latent_attention", "mla_rotary_interleaved")
 _ROTARY_OPTIONS = {*_SPLIT_PAIRS, "mscale"}
+# The last saves Megatron's own function a synchronisation.
+_PACKED_OPTIONS = {*_ROTARY_OPTIONS, "cp_group", "max_seqlen"}
 
 
 def rotary(original: Function, exact: bool) -> Function:
@@ -79,7 +79,7 @@ def rotary(original: Function, exact: bool) -> Function:
         t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *args: Any, **options: Any
     ) -> Tensor:
         out = None
-        if not args and options.keys() <= _ROTARY_OPTIONS and t.dim() == 4 and t.shape[0] == freqs.shape[0]:
+        if not args and not given(options, _ROTARY_OPTIONS) and t.dim() == 4 and t.shape[0] == freqs.shape[0]:
             split_pairs = any(options.get(name) for name in _SPLIT_PAIRS)
             out = _rotated(t, freqs, rotary_interleaved, split_pairs, options.get("mscale", 1.0), exact)
         return original(t, freqs, rotary_interleaved, *args, **options) if out is None else out
@@ -95,7 +95,7 @@ def packed_rotary(original: Function, exact: bool) -> Function:
     ) -> Tensor:
         cp_group = options.get("cp_group")
         out = None
-        if not args and options.keys() <= {*_ROTARY_OPTIONS, "cp_group"} and cp_group is not None:
+        if not args and not given(options, _PACKED_OPTIONS) and cp_group is not None:
             split_pairs = any(options.get(name) for name in _SPLIT_PAIRS)
             if cp_group.size() == 1 and t.dim() == 3 and freqs.dim() == 4 and freqs.shape[1] == 1:
                 # A table as long as all sequences together has one row for each token.
