@@ -1,4 +1,7 @@
-"""Losses and gradient norms of Megatron's GPT on two ranks, with and without the drop-in."""
+"""Losses and gradient norms of Megatron's GPT and hybrid models on two ranks, with and without the drop-in."""
+
+import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +80,86 @@ def test_training_is_megatrons(name):
         assert other_norms == pytest.approx(norms, rel=close)
 
 
+ROPE = {"model": {"position_embedding_type": "rope"}}
+# Experts are in the second layer: Megatron logs their losses in as many places as its first model has layers.
+HYBRIDS = {
+    "tensor parallel": {"tp": 2, "pattern": "*-*-"},
+    "sequence parallel, more tokens predicted": {
+        "tp": 2, "pattern": "*--*/*-", "config": {**LLAMA, **SEQUENCE, "mtp_num_layers": 1}, **ROPE,
+    },
+    "experts, sequence parallel": {
+        "tp": 2, "ep": 2, "etp": 1, "pattern": "*E*-", "config": {**ALL_TO_ALL, **SEQUENCE, "qk_l2_norm": True},
+    },
+    "pipeline, more tokens predicted": {
+        "pp": 2, "pattern": "*E|*-/*-/*-", "config": {**ALL_TO_ALL, "mtp_num_layers": 2},
+    },
+    "recomputed, by the backend's sums": {
+        "tp": 2, "pattern": "*-*-", "config": SEQUENCE | RECOMPUTED, "grad_reduce": "backend",
+    },
+    "latent attention": {"tp": 2, "pattern": "+E+-", "config": {**ALL_TO_ALL, **LATENT, **SEQUENCE}, **ROPE},
+}  # fmt: skip
+HAS_HYBRIDS = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+since_018 = pytest.mark.skipif(not HAS_HYBRIDS, reason="Megatron has hybrid models of this kind since 0.18")
+
+
+@since_018
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_training_of_hybrids_is_megatrons(name):
+    if name == "latent attention":
+        pytest.importorskip("megatron.core.transformer.mla_qk_norm_config", reason="a layer of its own since 0.19")
+    cases = [Case(drop_in, **HYBRIDS[name]) for drop_in in ("stock", "apply", "spec")]
+    (losses, norms), *others = ranks(2).run(trained.train, *cases)[-1]
+    for other_losses, other_norms in others:
+        assert other_losses == pytest.approx(losses, rel=2e-6)
+        assert other_norms == pytest.approx(norms, rel=2e-6)
+
+
+@since_018
+def test_hybrid_checkpoints_have_the_names_of_transformer_engine():
+    """Megatron's own spec saves norms with the linears that it fuses them with, the norm before experts apart."""
+    config = {**ALL_TO_ALL, **SEQUENCE}
+    stock, ours = (
+        ranks(2).run(trained.surface, Case(d, tp=2, ep=1, pattern="*-E", config=config))[0] for d in ("stock", "spec")
+    )
+    assert (ours[0], ours[2]) == (stock[0], stock[2])
+    norms = {saved_as for key, (saved_as, *_) in ours[1].items() if "norm" in key}
+    assert norms == {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_bias",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_bias",
+        "decoder.layers.2.pre_mlp_layernorm.weight",
+        "decoder.layers.2.pre_mlp_layernorm.bias",
+        "decoder.final_norm.weight",
+        "decoder.final_norm.bias",
+    }
+
+
+@since_018
+def test_layers_of_hybrids():
+    from megatron.core.models.hybrid import hybrid_layer_specs
+
+    from parallel_ops.integrations import megatron
+    from parallel_ops.integrations.megatron import modules
+
+    config = SimpleNamespace(qk_layernorm=False, qk_l2_norm=False, normalization="RMSNorm", moe_grouped_gemm=False)
+    ours, stock = megatron.hybrid_stack_spec(config).submodules, hybrid_layer_specs.hybrid_stack_spec.submodules
+    assert ours.attention_layer.submodules.self_attention.submodules.linear_proj is modules.RowParallelLinear
+    assert ours.mtp_block_spec.submodules.layer_specs[0].submodules.eh_proj is modules.ColumnParallelLinear
+    for name in ("mamba_layer", "gdn_layer", "dsa_layer"):
+        assert getattr(ours, name) is getattr(stock, name)
+    with pytest.raises(ValueError, match="grad_reduce must be"):
+        megatron.hybrid_stack_spec(config, grad_reduce="exact")
+
+
+@pytest.mark.skipif(HAS_HYBRIDS, reason="of versions without it")
+def test_versions_without_hybrids_are_named():
+    from parallel_ops.integrations import megatron
+
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.1\d\..* has no HybridModel"):
+        megatron.hybrid_stack_spec(None)
+
+
 @pytest.mark.parametrize("name", ["sequence parallel", "gradients in bfloat16", "llama"])
 def test_training_by_the_backends_sums_is_megatrons(name):
     cases = [Case("stock", **CASES[name]), Case("spec", grad_reduce="backend", **CASES[name])]
@@ -104,11 +187,13 @@ def test_deferred_embedding_gradients():
     assert deferred[1] == pytest.approx(stock[1], rel=2e-6)
 
 
-@pytest.mark.parametrize("position", ["rope", "learned_absolute"])
-def test_context_parallel_is_the_whole_sequence(position):
+@pytest.mark.parametrize(
+    ("position", "pattern"), [("rope", None), ("learned_absolute", None), pytest.param("rope", "*-*-", marks=since_018)]
+)
+def test_context_parallel_is_the_whole_sequence(position, pattern):
     """Megatron has it with Transformer Engine only, so the comparison is with the whole sequence on each rank."""
-    model = {"position_embedding_type": position}
-    cases = [Case("stock", model=model), Case("spec", cp=2, model=model)]
+    alike = {"model": {"position_embedding_type": position}, "pattern": pattern}
+    cases = [Case("stock", **alike), Case("spec", cp=2, **alike)]
     stock, shared = zip(*ranks(2).run(trained.train, *cases), strict=True)
     losses = [sum(of_ranks) / 2 for of_ranks in zip(*(losses for losses, _ in shared), strict=True)]
     assert losses == pytest.approx(stock[0][0], rel=2e-6)

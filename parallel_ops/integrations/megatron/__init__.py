@@ -20,7 +20,17 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     )
 
 from parallel_ops.integrations.megatron.cpu import on_cpu
+from parallel_ops.integrations.megatron.hybrid import hybrid_stack_spec
 from parallel_ops.integrations.megatron.replacements import OPS, Applied, apply
 from parallel_ops.integrations.megatron.specs import ParallelOpsSpecProvider, gpt_block_spec, gpt_layer_spec
 
-__all__ = ["OPS", "Applied", "ParallelOpsSpecProvider", "apply", "gpt_block_spec", "gpt_layer_spec", "on_cpu"]
+__all__ = [
+    "OPS",
+    "Applied",
+    "ParallelOpsSpecProvider",
+    "apply",
+    "gpt_block_spec",
+    "gpt_layer_spec",
+    "hybrid_stack_spec",
+    "on_cpu",
+]

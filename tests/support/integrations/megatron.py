@@ -38,7 +38,7 @@ class AttentionWithoutWidths(DotProductAttention):
 
 @dataclass(frozen=True)
 class Case:
-    """``drop_in``: "stock", "apply" or "spec" (which applies too)."""
+    """``drop_in``: "stock", "apply" or "spec" (which applies too). ``pattern``: the layers of a ``HybridModel``."""
 
     drop_in: str
     tp: int = 1
@@ -51,6 +51,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    pattern: str | None = None
     exact: bool = False
     grad_reduce: str = "fp32"
     deterministic: bool = False
@@ -140,7 +141,7 @@ def build(case, **stages):
     kind = MLATransformerConfig if case.config.get("multi_latent_attention") else TransformerConfig
     config = kind(
         **{
-            "num_layers": 2,
+            "num_layers": len(case.pattern.partition("/")[0].replace("|", "")) if case.pattern else 2,
             "hidden_size": 32,
             "num_attention_heads": 4,
             "use_cpu_initialization": True,
@@ -160,6 +161,11 @@ def build(case, **stages):
             **case.config,
         }
     )
+    arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
+    if case.pattern is not None:
+        from support.integrations import megatron_hybrids
+
+        return config, megatron_hybrids.build(case, config, AttentionWithoutWidths, **arguments).to(case.dtype)
     if case.drop_in == "spec":
         spec = megatron.gpt_block_spec(config, grad_reduce=case.grad_reduce)
     else:
@@ -169,7 +175,6 @@ def build(case, **stages):
         if config.multi_latent_attention:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = AttentionWithoutWidths
-    arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
     if config.mtp_num_layers:
         arguments["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return config, GPTModel(config, spec, **arguments).to(case.dtype)
@@ -187,7 +192,7 @@ def surface(rank, case):
         groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         state = model.sharded_state_dict(metadata=groups)
         shards = {
-            key: (s.global_shape, s.global_offset, s.replica_id)
+            key: (s.key, s.global_shape, s.global_offset, s.replica_id)
             for key, s in state.items()
             if hasattr(s, "global_offset")
         }
