@@ -15,10 +15,12 @@ from torch import Tensor
 from parallel_ops import ops
 from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops.comm import set_consistency_checks
+from parallel_ops.integrations.megatron.functions import given
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
 
-# Options of Megatron's linears that the ops support, or that ``_covered`` reads of the linear.
+# Options of Megatron's linears that the ops support, or that ``_covered`` reads of the linear. Others are the buffer of
+# deferred gradients, and those of newer versions.
 _OPTIONS = {
     "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group", "gtp_remat_size",
 }  # fmt: skip
@@ -42,9 +44,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         _check_first_calls(self)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Gradients that are deferred, and options of newer versions.
-        other = args or any(v is not None and v is not False for name, v in kwargs.items() if name not in _OPTIONS)
-        if other or not kwargs.get("sequence_parallel") or not _covered(self, weight):
+        if args or given(kwargs, _OPTIONS) or not kwargs.get("sequence_parallel") or not _covered(self, weight):
             return super()._forward_impl(input, weight, *args, **kwargs)
         return all_gather_linear(
             input, weight, kwargs.get("bias"), group=self.tp_group, grad_reduce=self.grad_reduce,
