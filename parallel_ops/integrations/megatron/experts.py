@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from parallel_ops import ops
-from parallel_ops.integrations.megatron.functions import Function, given
+from parallel_ops.integrations.megatron._options import given
+from parallel_ops.integrations.megatron.functions import Function
 from parallel_ops.ops import ExpertOrder
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

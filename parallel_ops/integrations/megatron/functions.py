@@ -5,7 +5,7 @@ Each function below takes the original and ``exact`` (see ``apply``) and returns
 versions, storage of inputs in fp8, offloading.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import attention_mask_func
 from torch import Tensor
 
 from parallel_ops import ops
+from parallel_ops.integrations.megatron._options import given
 from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy
 
 Function = Callable[..., Any]
@@ -77,11 +78,6 @@ def weighted_bias_quick_geglu(original: Function, exact: bool) -> Function:
         )
 
     return weighted_bias_quick_geglu_impl
-
-
-def given(options: dict[str, Any], known: Collection[str] = ()) -> bool:
-    """Whether any of a newer version's options is set: those that are not ``known``."""
-    return any(v is not None and v is not False for name, v in options.items() if name not in known)
 
 
 def bias_dropout_add(training: bool, original: Function, exact: bool) -> Function:

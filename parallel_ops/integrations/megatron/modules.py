@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel_ops import ops
 from parallel_ops._internal.distributed.groups import GradReduce
 from parallel_ops.comm import set_consistency_checks
-from parallel_ops.integrations.megatron.functions import given
+from parallel_ops.integrations.megatron._options import given
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ops import ops
-from parallel_ops.integrations.megatron.functions import Function, given
+from parallel_ops.integrations.megatron._options import given
+from parallel_ops.integrations.megatron.functions import Function
 
 
 class _Angles:
