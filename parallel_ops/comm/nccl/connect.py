@@ -9,7 +9,7 @@ NCCL's own wait of the others after the group's timeout.
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -25,14 +25,17 @@ _OP = "transport"
 # From this release on ranks may share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 _SHARED_GPUS = 23000
 
+# NCCL registers the buffers that a graph captures. Replays then crash or stand with ``expandable_segments``
+# (pytorch/pytorch#158029), and receives may stand across nodes (NVIDIA/nccl#2389).
+CAPTURES = {"NCCL_GRAPH_REGISTER": "0"}
 # Two communicators on a GPU must start their kernels in one order on all ranks, which is that of the host's calls only
-# if NCCL is told so (2.26). It registers what a graph captures, whose receives may then stand across nodes.
-_ENVIRONMENT = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_GRAPH_REGISTER": "0"}
+# if NCCL is told so (2.26).
+TWO_COMMUNICATORS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", **CAPTURES}
 
 
-def set_environment() -> None:
-    """Sets NCCL's variables for a second communicator on a GPU, unless the user has set them."""
-    for name, value in _ENVIRONMENT.items():
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Sets NCCL's variables, read with the first communicator of the process, unless the user has set them."""
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
-from parallel_ops.comm.nccl.connect import connect, set_environment
+from parallel_ops.comm.nccl.connect import TWO_COMMUNICATORS, connect, set_environment
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "PARALLEL_OPS_TRANSPORT"
 _NAMES = ("c10d", "nccl")
 if os.environ.get(_VARIABLE) == "nccl":
-    set_environment()  # NCCL reads it when the first communicator is made, which is torch's
+    set_environment(TWO_COMMUNICATORS)  # NCCL reads it when the first communicator is made, which is torch's
 
 _chosen: weakref.WeakKeyDictionary[ProcessGroup, Transport | str] = weakref.WeakKeyDictionary()
 
@@ -61,7 +61,7 @@ def use_transport(group: ProcessGroup, transport: Transport | Literal["c10d", "n
             f"but group is rank {group.rank()} of {group.size()}"
         )
     if transport == "nccl":
-        set_environment()
+        set_environment(TWO_COMMUNICATORS)
     _chosen[group] = transport
 
 

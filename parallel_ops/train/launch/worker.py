@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from parallel_ops._internal.command_line import waiting
 from parallel_ops.comm import ParallelMesh, flight_recorder
+from parallel_ops.comm.nccl.connect import CAPTURES, set_environment
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.consistency import Comparison, values_of
@@ -91,7 +92,7 @@ def joined(
         yield None, Activity()
         return
     hide_hint()
-    set_environment(settings)
+    prepare_captures(settings)
     backend = backend_of(on_gpu, offload=plan.offload != "none")
     timeout, seconds = settings.run.timeout, longest(settings.run.timeout)
     store, rank, ranks = meet(seconds)
@@ -140,14 +141,10 @@ def propagate(error: BaseException) -> None:
         Comparison(*meet(seconds), seconds).fail(error)
 
 
-def set_environment(settings: Settings) -> None:
-    """Sets what NCCL reads with its first communicator, unless the user has.
-
-    It registers the buffers of collectives that a graph captures. Replays then crash or stand with
-    ``expandable_segments`` (pytorch/pytorch#158029), and stand across nodes (NVIDIA/nccl#2389).
-    """
+def prepare_captures(settings: Settings) -> None:
+    """Sets what NCCL must know of CUDA graphs, if the run has them."""
     if settings.run.cuda_graph:
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        set_environment(CAPTURES)
 
 
 def backend_of(on_gpu: bool, *, offload: bool) -> str:

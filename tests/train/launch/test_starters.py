@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from parallel_ops.train.launch.rendezvous import check_environment, name_of_start
-from parallel_ops.train.launch.worker import gpu_of_rank, set_environment
+from parallel_ops.train.launch.worker import gpu_of_rank, prepare_captures
 from support.runs.trainer import settings_of
 
 RANK_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -98,5 +98,5 @@ def test_nccl_registers_no_buffers_of_captures(graph, given, found, data, monkey
     monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     if given is not None:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
-    set_environment(settings_of(data, run={"cuda_graph": graph}))
+    prepare_captures(settings_of(data, run={"cuda_graph": graph}))
     assert os.environ.get("NCCL_GRAPH_REGISTER") == found
