@@ -67,8 +67,7 @@ def _one_by_one_experts(settings: "Settings", device: torch.device) -> bool:
     if not one_kernel_for(device, PRECISIONS[settings.plan.dtype], sizes, held):
         return True
     recipe = precision.experts or precision.linears
-    in_float8 = not precision.fp8_emulation and one_float8_kernel_for(device, recipe)
-    return recipe != "bf16" and not in_float8
+    return recipe != "bf16" and (precision.fp8_emulation or not one_float8_kernel_for(device, recipe))
 
 
 def _reasons_of_layers(settings: "Settings", draws: bool) -> dict[str, bool]:
