@@ -5,6 +5,7 @@ Environment:
                         unset: build csrc/nccl if pybind11 is there, and go on without if it does not compile;
                         1: build it or fail; 0: never.
   MAX_JOBS              compilers run side by side.
+  CXX, CFLAGS           the compiler; its flags, of which -march=... is for what processors g++ 11 and Clang compile.
 """
 
 import os
