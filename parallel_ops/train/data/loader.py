@@ -1,9 +1,11 @@
 """Reads the micro-batches of a step while the previous step is computed."""
 
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout
@@ -44,7 +46,9 @@ class Loader:
             ValueError: A token is outside the vocabulary; names the file. OSError: From the file system.
         """
         if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="parallel_ops-loader")
+            # A thread begins on GPU 0, where torch's pinned memory would make a context for each rank of the node.
+            own = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if self.pinned else None
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="parallel_ops-loader", initializer=own)
         if self._ahead is None or self._ahead[0] != samples_seen:
             self._ahead = samples_seen, self._reader.submit(self._read, samples_seen)
         batches = self._ahead[1].result()

@@ -3,6 +3,7 @@
 import itertools
 import struct
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.data.batches import shares
+from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
@@ -250,3 +252,21 @@ def test_a_dataset_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="is a Hugging Face dataset; to read it, run: pip install datasets"):
         TokenStream([tmp_path])
+
+
+def test_the_thread_that_pins_batches_is_on_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    device_of: dict[int, int] = {}
+    pinned_on = []
+
+    def pin(t):
+        pinned_on.append(device_of.get(threading.get_ident(), 0))
+        return t
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: device_of.update({threading.get_ident(): device}))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    samples = Samples(stream(tmp_path), seq_length=3, seed=0)
+    loader = Loader(samples, global_batch=2, micro_batch=2, replicas=1, replica=0, pinned=True)
+    loader.step(0)
+    loader.close()
+    assert set(pinned_on) == {3} and threading.get_ident() not in device_of
