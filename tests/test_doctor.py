@@ -90,6 +90,17 @@ def corrupting(rank, ranks, *rest):
     probe_rank(rank, ranks, *rest)
 
 
+def unconnected(*given):
+    """gloo, beside the default group, finds no way to the other node."""
+    import torch.distributed as dist
+
+    def refused(backend, **_):
+        raise RuntimeError(f"{backend}: connection refused, remote=[127.0.1.1]")
+
+    dist.new_group = refused
+    probe_rank(*given)
+
+
 @pytest.mark.runs
 def test_what_does_not_return_is_named():
     (finding,) = check_ranks(3, "gloo", 0.5, stuck)
@@ -97,6 +108,9 @@ def test_what_does_not_return_is_named():
     assert "end: rank 0; send 1 to 2: rank 1, 2" in finding.found
     (finding,) = check_ranks(2, "gloo", 5.0, killed)
     assert (finding.check, finding.found) == ("all-reduce, first", "rank 1 ended with exit code -9")
+    lost = found(check_ranks(2, "gloo", 5.0, unconnected), "failed")
+    assert {finding.check for finding in lost} == {"gloo group"}
+    assert "gloo: connection refused" in lost[0].found and "GLOO_SOCKET_IFNAME" in lost[0].cure
     wrong = found(check_ranks(2, "gloo", 5.0, corrupting), "failed")
     assert wrong and all("the sum is 4, not 3: data is corrupted" in finding.found for finding in wrong)
 
@@ -109,4 +123,6 @@ def test_the_command():
     checks = {finding["check"]: finding["status"] for finding in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout + done.stderr
     pairs = {f"send {i} to {j}" for i in range(3) for j in range(3) if i != j}
-    assert checks.keys() >= pairs | {"all-reduce of 4 MiB", "two steps"} and "failed" not in checks.values()
+    assert (
+        checks.keys() >= pairs | {"gloo group", "all-reduce of 4 MiB", "two steps"} and "failed" not in checks.values()
+    )

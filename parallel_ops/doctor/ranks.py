@@ -145,6 +145,10 @@ def probe_rank(rank: int, ranks: int, backend: str, port: int | None, seconds: f
                 backend, timeout=timedelta(seconds=seconds), device_id=device if cuda else None
             ),
         )
+        # That of a run's checkpoints. Without GLOO_SOCKET_IFNAME gloo listens where the host's name points, which on
+        # many nodes is 127.0.1.1: NCCL works there, and the run does not start.
+        limit = timedelta(seconds=seconds)
+        run("gloo group", lambda: dist.barrier(dist.new_group(backend="gloo", timeout=limit)))
         x = torch.ones(_COUNT, device=device)
 
         def all_reduce() -> None:
