@@ -124,10 +124,12 @@ def cluster_of(name: str | None, plan: Plan) -> Cluster:
 
 
 def gpu_here() -> str | None:
-    """The preset of this machine's GPU; ``None`` without a known GPU."""
+    """The preset of this machine's GPU; ``None`` without a known GPU, or for a part of one."""
     if not torch.cuda.is_available():
         return None
     here = torch.cuda.get_device_properties(0)
+    if " MIG " in here.name:  # such as "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+        return None
     name = here.name.lower().replace(" ", "")
     known = [gpu for gpu in presets.gpus() if gpu in presets.clusters() and gpu.partition("-")[0] in name]
     return min(known, key=lambda gpu: abs(presets.gpu(gpu).memory - here.total_memory), default=None)

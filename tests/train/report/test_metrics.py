@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from parallel_ops.train import Trainer
+from parallel_ops.train import Trainer, planner_bridge
 from parallel_ops.train.report import metrics, outputs, throughput
 from parallel_ops.train.report.metrics import Metrics, continued, save_plot
 from parallel_ops.train.results import Step
@@ -31,6 +33,19 @@ def test_no_mfu_without_a_known_gpu(data, tmp_path):
     runs.train(0, settings)
     assert "mfu" not in lines(tmp_path / "log.jsonl")[0]
     assert throughput.peak_share(runs.trainer_of(settings)) == 0
+
+
+@pytest.mark.parametrize(("name", "gib", "known"), [
+    ("NVIDIA H100 80GB HBM3", 79.2, "h100"),
+    ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, None),  # a seventh of the figures
+    ("NVIDIA GB10", 119.7, None),
+])  # fmt: skip
+def test_gpus_whose_figures_are_known(monkeypatch, name, gib, known):
+    here = SimpleNamespace(name=name, total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+    assert planner_bridge.gpu_here() == known
 
 
 def test_profiled_steps_are_the_same_steps(data, tmp_path):
