@@ -152,7 +152,7 @@ class Context:
         return SequenceShard(layout, self.rank, layout.positions(self.rank, device=device), options)
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over all ranks' tokens, 0 if there are none.
+        """``total`` of all ranks by ``count``, 0 if that is none.
 
         Its gradient is ``ranks`` times this rank's part: averaged over the ranks, as FSDP does, it is the gradient of
         the mean.
@@ -160,7 +160,8 @@ class Context:
         Args:
             total: sum over this rank's tokens. count: number of tokens of all ranks.
         """
-        assert self.group is not None
+        if self.group is None:
+            return total / count.clamp(min=1)
         local = total * (self.ranks / count.clamp(min=1))
         mean = primitives.all_reduce(local.detach(), True, self.group.group_name, "mean loss") / self.ranks
         return mean + (local - local.detach())

@@ -4,8 +4,10 @@
     h_k,i = norm_k layer_k(W_k [norm(E[t_i+k]), norm(h_k-1,i)])        k = 1 ... D, causal
     loss  = L_0 + weight / D sum_k L_k                                 L_k: the head's, of t_i+k+1 at token i
 
-Embedding and head are the model's. Source: DeepSeek-AI, arXiv:2412.19437, section 2.2; h_0 is normed and W reads the
-embedding first, as in DeepSeek's published weights and in Megatron-core's ``multi_token_prediction``.
+Each L_k is a sum divided by the number of targets of L_0, T in the source. Micro-batches count by these, so they add up
+to one that has all their rows. Embedding and head are the model's. Source: DeepSeek-AI, arXiv:2412.19437, section 2.2;
+h_0 is normed and W reads the embedding first, as in DeepSeek's published weights and in Megatron-core's
+``multi_token_prediction``.
 """
 
 from typing import Any

@@ -233,25 +233,27 @@ class Transformer(TransformerStructure):
             )
         if targets is None:
             return self._logits(x, head)
-        loss = self._loss(context, x, head, targets, shards)
+        loss = self._loss(context, x, head, targets, shards, targets)
         for k, number in enumerate(self._further if self.training else (), 1):
             assert self.tokens is not None
             ahead, later = further(everyone, targets, k, cu_seqlens)
             self._seed(dropout_seed, str(number), tokens.device)
             x = self.layers[str(number)](x, angles, embedding=self.tokens(shards.shard(ahead)), **common)
             weight = self.config.prediction_weight / self.config.prediction_layers
-            loss = loss + weight * self._loss(context, x, head, later, shards)
+            loss = loss + weight * self._loss(context, x, head, later, shards, targets)
         return loss if losses is None or aux_scale is not None else with_auxiliary(self, loss, losses)
 
     def _loss(
-        self, context: Context, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: SequenceShard
-    ) -> Tensor:
-        """The mean loss over all ranks of ``context``, of which ``shards`` has this one's part of ``targets``."""
+        self, context: Context, x: Tensor, head: VocabParallelEmbedding, targets: Tensor, shards: SequenceShard,
+        of: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The losses of ``targets``, of which ``shards`` has this rank's part, by the number of targets ``of``."""
+        mean = context.ranks == 1 and of is targets
         loss = vocab_parallel_linear_cross_entropy(
             x, head.local_weight(), shards.shard(targets), group=self.group, sequence_parallel=self.sequence_parallel,
-            reduction="mean" if context.ranks == 1 else "sum",
+            reduction="mean" if mean else "sum",
         )  # fmt: skip
-        return loss if context.ranks == 1 else context.mean(loss, (targets != IGNORE_INDEX).sum())
+        return loss if mean else context.mean(loss, (of != IGNORE_INDEX).sum())
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
         if seed is None or not self.training or not self.draws:

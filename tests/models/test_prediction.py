@@ -55,7 +55,8 @@ class Reference(nn.Module):
             x = layer.eh_proj(torch.cat([layer.enorm(base.embed_tokens(ahead)), layer.hnorm(h)], -1))
             x = layer(x, position_embeddings=base.rotary_emb(x, places), position_ids=places)
             h = layer.shared_head(x[0] if isinstance(x, tuple) else x)
-            total = total + WEIGHT / len(self.layers) * F.cross_entropy(head(h).flatten(0, 1), later.flatten())
+            loss = F.cross_entropy(head(h).flatten(0, 1), later.flatten(), reduction="sum")
+            total = total + WEIGHT / len(self.layers) * loss / (targets != -100).sum()
         return total
 
     def save(self, folder):
