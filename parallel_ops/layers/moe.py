@@ -45,7 +45,7 @@ class ParallelMoE(ShardedModule):
         router_bias: the router's logits have a bias. bias: the linears of the experts have biases, those of the shared
             MLP have none.
         swiglu_alpha, swiglu_limit, swiglu_up_offset: see ``Experts``; the shared MLP has plain SwiGLU.
-        capacity_factor: rows of an expert at most, relative to equal loads; further tokens are dropped.
+        capacity_factor: rows of an expert at most in training, relative to equal loads; further tokens are dropped.
             ``None`` for no limit.
         cp_group: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
         sequence_parallel: input and output are sharded by tokens over ``mesh``.
@@ -214,6 +214,8 @@ class ParallelMoE(ShardedModule):
         return max(n for n in range(1, min(self.overlap, held) + 1) if held % n == 0)
 
     def _capacity(self, tokens: int) -> int | None:
+        if not self.training:  # what a token becomes would depend on the other rows of its micro-batch
+            return None
         factor = self.capacity_factor
         if factor is None and self.expert_group is not None:
             factor = self.checked_capacity

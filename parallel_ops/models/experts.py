@@ -29,8 +29,8 @@ class ExpertsConfig(Checked):
             towards equal loads; 0 for never.
         aux_loss, z_loss: coefficients of the auxiliary losses. aux_loss_over: ``"layer"`` for their sum over the
             layers, or ``"model"`` for one of the mean load of all layers, as Hugging Face's models have it.
-        capacity_factor: rows of an expert at most, relative to equal loads; further tokens are dropped. ``None`` for
-            no limit.
+        capacity_factor: rows of an expert at most in training, relative to equal loads; further tokens are dropped.
+            ``None`` for no limit.
 
     Raises:
         ValueError: naming the field that is wrong.

@@ -1,4 +1,4 @@
-"""A step is the same for every size of its micro-batches, whichever targets count in them."""
+"""Steps and evaluations are the same for every size of micro-batches, whichever targets count in them."""
 
 import numpy as np
 import pytest
@@ -40,3 +40,16 @@ def test_micro_batches_add_up(masked, kind, mask):
     for steps, parameters in found[1:]:
         assert steps == [pytest.approx(step, rel=1e-4) for step in found[0][0]]
         torch.testing.assert_close(parameters, found[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_evaluations_do_not_depend_on_micro_batches(masked):
+    """Nor where experts have a capacity: what is left over is dropped in training alone."""
+    model, found = runs.MODELS["experts"], []
+    model = model | {"experts": model["experts"] | {"capacity_factor": 0.5}}
+    for size in (1, 3, 8):
+        parallel, evaluation = {"global_batch": size, "micro_batch": size}, {"paths": [str(masked)], "sequences": 25}
+        with runs.trainer_of(
+            runs.settings_of(masked, model=model, parallel=parallel, evaluation=evaluation)
+        ) as trainer:
+            found.append(trainer.evaluate())
+    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
