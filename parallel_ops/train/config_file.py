@@ -18,6 +18,7 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.data.settings import SourceSettings
 from parallel_ops.train.launch.settings import RunSettings
 from parallel_ops.train.settings import renamed
+from parallel_ops.train.settings.parallel import with_plan_in_sections
 from parallel_ops.train.settings.section import Section
 from parallel_ops.train.step.settings import GroupSettings
 
@@ -91,19 +92,31 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
         (value,) = tomllib.loads(f"value = {text}").values()
     except ValueError:  # no TOML, or the lines of several keys
         value = text.strip()
-    if len(names) == 1:
-        return {**data, names[0]: value}
-    section, key = names
+    if len(names) == 2:
+        return _with_key(data, *names, value)
+    plan = parse_fields(value, "parallel", PLAN_FIELDS) if isinstance(value, str) else value
+    data = {**data, "parallel": {} if isinstance(plan, Mapping) else plan}
+    for key, own in plan.items() if isinstance(plan, Mapping) else ():
+        data = _with_key(data, "parallel", key, own)
+    return data
+
+
+def _with_key(data: Mapping[str, Any], section: str, key: str, value: Any) -> dict[str, Any]:
+    """A copy of nested mappings with another value of a key, in the place of any that the plan has of it."""
+    if section in ("parallel", "precision", "recompute"):
+        try:
+            data = with_plan_in_sections(data)
+        except ValidationError as error:
+            raise ValueError(describe_errors(error)) from None
+    if section == "parallel" and key == "dtype":  # that of matmuls
+        is_float8 = isinstance(value, str) and value in RECIPES
+        data = _with_key(data, "precision", "linears", value if is_float8 else "bf16")
+        section, value = "precision", "bf16" if is_float8 else value
+    if section == "parallel" and key == "recompute":
+        section, key = "recompute", "kind"
     own = data.get(section, {})
-    if section == "parallel" and isinstance(own, str):
-        own = parse_fields(own, "parallel", PLAN_FIELDS)
     if not isinstance(own, Mapping):
         raise ValueError(f"--set: {section} is no section, but {own!r}")
-    if section == "parallel" and key in ("dtype", "recompute"):
-        # These have their own sections.
-        if key == "dtype" and isinstance(value, str) and value in RECIPES:
-            data, key = set_key(data, 'precision.dtype="bf16"'), "linears"
-        return set_key(data, f"{'recompute.kind' if key == 'recompute' else f'precision.{key}'}={json.dumps(value)}")
     return {**data, section: {**own, key: value}}
 
 

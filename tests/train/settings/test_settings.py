@@ -82,6 +82,31 @@ def test_the_plan_in_one_line_and_fields_that_other_sections_have(file):
         settings_of({**SMALL, "parallel": {"dtype": "mxfp8"}, "precision": {"linears": "bf16"}})
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"parallel": "dp=2,global_batch=2,dtype=fp16,recompute=full"},
+        {"parallel": {"dp": 2, "global_batch": 2, "dtype": "mxfp8", "recompute": "full"}},
+        {"parallel": {"dp": 2, "global_batch": 2}, "precision": {"dtype": "fp16"}, "recompute": {"kind": "full"}},
+    ],
+    ids=["line", "table", "sections"],
+)
+def test_what_the_command_line_sets_goes_before_the_file_wherever_it_is_there(plan):
+    keys = ["parallel.dtype=fp32", "parallel.recompute=selective"]
+    own = ["precision.linears=bf16", "precision.dtype=fp32", "recompute.kind=selective"]
+    for changes in (
+        keys,
+        own,
+        ["parallel.zero=2", *keys],
+        ["parallel=dp=2,global_batch=2,dtype=fp32,recompute=selective"],
+    ):
+        found = settings_of(with_changes({**SMALL, **plan}, changes))
+        assert (found.precision.dtype, found.precision.float8, found.recompute.kind) == ("fp32", {}, "selective")
+        assert found.plan.dp == 2
+    with pytest.raises(ValueError, match=r"precision\.dtype is 'bf16', but parallel\.dtype is 'fp32'"):
+        with_changes({**SMALL, "parallel": {"dtype": "fp32"}, "precision": {"dtype": "bf16"}}, ["parallel.tp=2"])
+
+
 def test_a_pipeline_sends_the_input_gradient_first(file):
     assert read_settings(file, ["parallel.pp=2"]).plan.input_grad_first
     assert not read_settings(file, ["parallel.pp=1"]).plan.input_grad_first
