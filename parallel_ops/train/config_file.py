@@ -56,10 +56,11 @@ def with_changes(data: Mapping[str, Any], changes: Iterable[str]) -> dict[str, A
 
 def with_steps(data: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A copy of nested mappings with another ``run.steps``; a shorter run keeps the schedule of the longer one."""
-    run = data.get("run", {})
+    run, optimizer = data.get("run", {}), data.get("optimizer", {})
     before = run.get("steps", RunSettings().steps) if isinstance(run, Mapping) else None
     data = set_key(data, f"run.steps={steps}")
-    if not isinstance(before, int) or before <= steps or "schedule_steps" in data.get("optimizer", {}):
+    given = not isinstance(optimizer, Mapping) or optimizer.get("schedule_steps", "none") != "none"
+    if not isinstance(before, int) or before <= steps or given:
         return data
     return set_key(data, f"optimizer.schedule_steps={before}")
 

@@ -231,6 +231,7 @@ def test_kinds_of_rotary_scaling(kind, more):
         (["optimizer.warmup=500"], 2, 1000),  # that of the file, whose warm-up is longer
         (["optimizer.schedule=wsd", "optimizer.decay=60", "optimizer.warmup=40", "run.steps=100"], 3, 100),
         (["optimizer.schedule_steps=5000"], 2, 5000),
+        (["optimizer.schedule_steps=none"], 2, 1000),
         (["run.steps=10"], 30, 30),
         (["run.steps=10"], 10, 10),
     ],
