@@ -18,7 +18,7 @@ METRICS = ("expert_load", "expert_entropy", "expert_dropped")
 
 @torch.no_grad()
 def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
-    """The values of ``METRICS`` over all ranks, and a step of the routers' biases; ``None`` without experts.
+    """The values of ``METRICS`` over all ranks, and a step of the trained routers' biases; ``None`` without experts.
 
     All ranks call it after the backwards of a step; counts begin anew. A model without a capacity drops choices only in
     a step that is taken again, see ``StepGraph``: its biases stay.
@@ -44,8 +44,9 @@ def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
     dropped = counts[:, -1].sum() / loads.sum().clamp(min=1)
     rate = config.balance_rate if config.capacity_factor is not None else config.balance_rate * (dropped == 0)
     for row, moe in held.items():
-        if config.balance_rate and moe.router.selection_bias is not None:
-            update_selection_bias(moe.router.selection_bias, loads[row], rate)
+        router = moe.router
+        if config.balance_rate and router.selection_bias is not None and router.weight.requires_grad:
+            update_selection_bias(router.selection_bias, loads[row], rate)
     total = loads.sum(1, keepdim=True).clamp(min=1).double()
     shares = loads / total
     entropy = -torch.xlogy(shares, shares).sum(1) / math.log(max(2, config.num_experts))

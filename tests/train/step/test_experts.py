@@ -158,6 +158,15 @@ def test_the_bias_balances(data):
     assert state["layers.1.mlp.router.selection_bias"].abs().max() > 0.02
 
 
+@pytest.mark.parametrize(("freeze", "sections"), [(["layers.1.*"], {}), ([], {"lora": {"rank": 2}})], ids=str)
+def test_the_bias_of_a_frozen_router_stays(data, freeze, sections):
+    model = {**runs.MODELS["deepseek"], "num_layers": 3, "freeze": freeze}
+    trainer = runs.trainer_of(runs.settings_of(data, model=model, run={"steps": 2}, **sections))
+    list(runs.taken(trainer))
+    moved = [bool(trainer.model.layers[n].mlp.router.selection_bias.any()) for n in "12"]
+    assert moved == [False, not sections]
+
+
 def test_a_stage_without_a_pipeline_has_no_loads():
     config = runs.settings_of(
         "tokens.bin", model={**FOUR, "experts": {**FOUR["experts"], "aux_loss_over": "model"}}
