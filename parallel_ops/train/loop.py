@@ -139,20 +139,19 @@ def take_steps(trainer: RunState, stopping: GracefulShutdown) -> Result:
 
 
 def check_finite(trainer: RunState, step: Step) -> NotFinite | None:
-    """Updates the loss scale after a step, and returns the error that ends the run, if any."""
-    finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
+    """Returns the error that ends the run after a step, if any."""
+    if math.isfinite(step.grad_norm) and math.isfinite(step.loss):
+        return None
     first = trainer.samples_seen - trainer.settings.plan.global_batch
     where = f"step {step.number}, samples {first} to {trainer.samples_seen - 1}"
-    # In fp16 gradients are expected to overflow now and then, the loss is not.
-    if not finite and not (trainer.scale.growth_interval and math.isfinite(step.loss)):
-        if trainer.settings.run.on_nan == "stop":
-            kept = "; no parameter was changed" if step.skipped else ""
-            return NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
+    scale = trainer.scale
+    if scale.growth_interval and math.isfinite(step.loss):
+        if scale.is_exhausted:
+            return NotFinite(f"{where}: gradients are not finite at a loss scale of {scale.scale:g} either")
         return None
-    try:
-        trainer.scale.update(finite)
-    except FloatingPointError as error:
-        return NotFinite(f"{where}: {error}")
+    if trainer.settings.run.on_nan == "stop":
+        kept = "; no parameter was changed" if step.skipped else ""
+        return NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
     return None
 
 

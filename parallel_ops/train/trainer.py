@@ -196,6 +196,7 @@ class Trainer(RunState):
         found, grad_norm, without_target, stop, unsaved, *of_experts = reduce_results(
             total, norm, targets, stop_signal(), failed(), self.mesh, use
         )  # fmt: skip
+        self.scale.update(found, grad_norm)
         return Step(
             number=self.global_step, loss=found, grad_norm=grad_norm, lr=rate, seconds=time.perf_counter() - start,
             tokens=settings.plan.global_batch * settings.seq_length, skipped=not math.isfinite(grad_norm), stop=stop,

@@ -168,21 +168,21 @@ class LossScale:
         """
         return self.scale / cp if self.growth_interval else 1.0
 
-    def update(self, finite: bool) -> None:
-        """Updates the scale after a step.
-
-        Raises:
-            FloatingPointError: Gradients are not finite at any scale.
-        """
-        if not self.growth_interval:
+    def update(self, loss: float, norm: float) -> None:
+        """Updates the scale after a step. Gradients are expected to overflow now and then; the loss is not, and says
+        nothing of the scale where it does."""
+        if not self.growth_interval or not math.isfinite(loss):
             return
-        self.good = self.good + 1 if finite else 0
-        if not finite:
+        self.good = self.good + 1 if math.isfinite(norm) else 0
+        if not self.good:
             self.scale /= 2
-            if self.scale < _LEAST_SCALE:
-                raise FloatingPointError(f"gradients are not finite at a loss scale of {self.scale:g} either")
         elif self.good == self.growth_interval:
             self.scale, self.good = self.scale * 2, 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether gradients that overflow now do so at any scale."""
+        return self.scale < _LEAST_SCALE
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale, "good": self.good}

@@ -59,7 +59,6 @@ def steps_of(rank, settings, *, fake):
         for _ in range(STEPS):
             step = trainer.step()
             redone.append(step.redone)
-            trainer.scale.update(not step.skipped)
             experts = tuple(step.experts.values()) if step.experts else ()
             found.append((step.loss, step.grad_norm, *experts, step.skipped))
         weights = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.model.parameters()]

@@ -1,9 +1,12 @@
 """16-bit training: the loss scale of fp16, overflows on any rank, and bytes a parameter."""
 
+import dataclasses
 import itertools
+import math
 
 import pytest
 
+from parallel_ops.train import loop
 from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 
@@ -40,6 +43,17 @@ def test_half_precision_overflows_where_one_process_does(data, plan):
     shared = runs.settings_of(data, parallel=batches | plan, **options)
     for got in ranks(shared.plan.gpus).run(runs.scales_of, shared):
         assert got == (scales, skipped)
+
+
+def test_a_run_ends_where_gradients_overflow_at_any_scale(data):
+    with runs.trainer_of(runs.settings_of(data, precision={"dtype": "fp16"})) as trainer:
+        step = dataclasses.replace(trainer.step(), grad_norm=math.inf)
+        assert loop.check_finite(trainer, step) is None
+        trainer.scale.scale = 2.0**-15
+        with pytest.raises(
+            FloatingPointError, match="step 1, samples 0 to 7: gradients are not finite at a loss scale of"
+        ):
+            raise loop.check_finite(trainer, step)
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(0, 16), (1, 8), (3, 8)])

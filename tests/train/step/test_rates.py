@@ -1,6 +1,7 @@
 """What decays, the learning rate of each step, and the loss scale."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -52,12 +53,15 @@ def test_the_scale_of_half_precision():
     scale = LossScale(8.0, 2)
     seen = []
     for finite in (True, True, False, True, False, True, True):
-        scale.update(finite)
+        scale.update(1.0, 2.0 if finite else math.inf)
         seen.append(scale.scale)
     assert seen == [8, 16, 8, 8, 4, 4, 8]
     again = LossScale(1.0, 2)
     again.load_state_dict(scale.state_dict())
     assert (again.scale, again.good) == (8, 0)
+    scale.update(math.nan, math.nan)  # which is no overflow of gradients
+    assert scale.scale == 8
     scale.scale = 2.0**-14
-    with pytest.raises(FloatingPointError, match="not finite at a loss scale"):
-        scale.update(False)
+    assert not scale.is_exhausted
+    scale.update(1.0, math.inf)
+    assert scale.is_exhausted
