@@ -134,7 +134,6 @@ class Settings(Section):
             (plan.tp > 1 and plan.sequence_parallel, "sequence_parallel of false: tp need not divide tokens"),
             (plan.cp_kind != "ring", "parallel.cp_kind of ring: heads need not divide by all sizes of groups"),
             (self.config.experts is not None, "a model without experts: their loads are summed over cp"),
-            (self.config.prediction_layers > 0, "no prediction_layers: their targets are counted row by row"),
             (self.run.compile, "run.compile of false: each batch has other groups to compile"),
         ):
             if wrong:

@@ -75,16 +75,16 @@ def test_steps_are_those_of_one_process(documents):
             assert sum(heads.values()) == 32 * plan.get("dp", 1) * plan.get("micro_batch", 1)
 
 
-def test_windows_learned_positions_and_dropout_train(documents):
+def test_windows_learned_positions_further_tokens_and_dropout_train(documents):
     """The loss with windows is that of one process; masks of dropout are others, and the same each time."""
-    models = [{"window": (5, None)}, {"positions": "learned"}, {"dropout": 0.2}, {"dropout": 0.2}]
+    models = [{"window": (5, None)}, {"positions": "learned"}, {"prediction_layers": 2}, *[{"dropout": 0.2}] * 2]
     plan = {"dp": 2, "cp": 2, "zero": 2}
     got = ranks(4).run(steps_of, [settings_of(documents, plan, model=model) for model in models])
-    want = steps_of(0, [settings_of(documents, {}, "fixed", model=model) for model in models[:2]])
+    want = steps_of(0, [settings_of(documents, {}, "fixed", model=model) for model in models[:3]])
     for of_rank in got:
         for (found, *_), (wanted, *_) in zip(of_rank, want, strict=False):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=2e-6, atol=1e-6)
-        assert of_rank[2][0] == of_rank[3][0] == got[0][2][0]
+        assert of_rank[3][0] == of_rank[4][0] == got[0][3][0]
 
 
 def groups_of(rank):

@@ -86,7 +86,6 @@ REFUSED = [
     (by_length(dp=2, tp=2, sequence_parallel=True), "by_length needs sequence_parallel of false"),
     (by_length(cp=2, cp_kind="all_to_all"), "by_length needs parallel.cp_kind of ring"),
     (by_length({"experts": runs.MODELS["experts"]["experts"]}, dp=2), "by_length needs a model without"),
-    (by_length({"prediction_layers": 1}, dp=2), "by_length needs no prediction_layers"),
     (by_length(sections=COMPILED, dp=2), "by_length needs run.compile of false"),
     # Adapters.
     (lora({"targets": ["qproj"]}), r"'qproj' matches no linear; their names are like layers\.0\.attention\.q "),
