@@ -6,7 +6,8 @@
 The idle time is simulated from the schedule's actions (``planner.schedules.schedule``); a search simulates a smaller
 pipeline instead (``planner.schedules.steady_state``). Data-parallel communication of c seconds overlaps with one
 micro-batch of w seconds (ZeRO-0 to 2: one per step; ZeRO-3: each) and lengthens it by
-max(0, c - w) + interference * min(c, w); without overlap, by c. Copies around the collectives come on top.
+max(0, c - w) + interference * min(c, w); without overlap, by c. What lengthens each micro-batch lengthens the idle
+time as well. Copies of offload run beside both, on another link; copies around the collectives come on top.
 """
 
 from dataclasses import replace
@@ -152,8 +153,12 @@ class StepTime:
 
     def data_parallel(self) -> float:
         """Exposed data-parallel communication, with the copies around it."""
-        exposed = self._not_hidden(self.sharding.once, self.busy) + self.micro_batches * self._sharded()
+        exposed = self._not_hidden(self.sharding.once, self.busy) + self._rounds() * self._sharded()
         return exposed + self.sharding.copies
+
+    def _rounds(self) -> float:
+        """Micro-batches that the slowest rank computes or is idle for: what lengthens each pass lengthens both."""
+        return self.micro_batches + self._idle(0.0) / self.busy
 
     def _sharded(self) -> float:
         """Exposed gathers and reductions of ZeRO-2 and 3, per micro-batch.
@@ -185,10 +190,9 @@ class StepTime:
 
     def host(self) -> float:
         """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
-        copies, optimizer = self.copied, 0.0
-        if "optimizer" in self.plan.offload:
-            (_, optimizer, _), *copies = copies
-        return optimizer + sum(beside(self.constants, seconds, self.busy) * count for _, seconds, count in copies)
+        once, busy = "optimizer" in self.plan.offload, self.busy + self._sharded()  # the first copy is that of states
+        each = sum(beside(self.constants, seconds, busy) for _, seconds, _ in self.copied[once:])
+        return sum(seconds for _, seconds, _ in self.copied[:once]) + self._rounds() * each
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All communication of the slowest stage in one step."""

@@ -50,6 +50,21 @@ def test_the_estimate_of_exposed_traffic_is_that_of_the_step():
         assert exposed == pytest.approx(inside, rel=0.02)
 
 
+def test_what_is_exposed_in_a_micro_batch_delays_those_that_fill_the_pipeline():
+    """Eight micro-batches on four stages take as long as eleven on one: those of 1F1B's idle time, too."""
+    plan = Plan(dp=16, pp=4, zero=3, global_batch=128, overlap=False)
+    found = StepTime(LLAMA, H100, plan, constants_of(H100, CURRENT))
+    assert found.data_parallel() == pytest.approx(11 * sum(found.sharding.each) + found.sharding.copies, rel=0.03)
+
+
+def test_copies_of_offload_and_gathers_run_at_the_same_time():
+    """On links that take longer than the GPU a step takes the time of the slower one, however fast the GPU is."""
+    slow = replace(H100, gpus=8, intra=replace(H100.intra, bandwidth=2e9), gpu=replace(H100.gpu, host_link=2e9))
+    fast = replace(slow, gpu=replace(slow.gpu, bf16=2 * slow.gpu.bf16))
+    plan = Plan(dp=8, zero=3, micro_batch=2, global_batch=64, offload="activations")
+    assert step(plan, cluster=fast) <= step(plan, cluster=slow)
+
+
 def test_an_offloaded_optimizer_takes_the_rate_of_the_host():
     """7B on 8 A800 took 20.1 and 16.8 s a step longer with the optimizer on the host."""
     model, cluster = presets.model("llama2-7b"), presets.cluster("a800x8")
