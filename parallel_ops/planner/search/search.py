@@ -163,14 +163,16 @@ def _beside(
 
 
 def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: SearchOptions | None = None) -> int:
-    """The fewest GPUs, a power of two, on which a plan fits; 0 if 65,536 are not enough. Arguments: see ``search``."""
+    """The fewest GPUs, a power of two or the whole nodes that have as many, on which a plan fits; 0 if 65,536 are not
+    enough. Arguments: see ``search``."""
     options = within_target(options or default_options(cluster))
     # One schedule and micro-batch suffice to find out whether a plan fits.
     quick = replace(options, micro_batches=options.micro_batches[:1])
     if "1f1b" in options.schedules:
         quick = replace(quick, schedules=("1f1b",))
     constants = constants_of(cluster)
-    for gpus in (2**power for power in range(17)):
+    node, powers = cluster.gpus_per_node, (2**power for power in range(17))
+    for gpus in (size if size <= node else math.ceil(size / node) * node for size in powers):
         enough = replace(cluster, gpus=gpus, parts=())
         if next(Candidates(model, enough, batch, quick, constants).plans(), None) is not None:
             return gpus

@@ -112,6 +112,14 @@ def test_where_nothing_fits_it_says_what_would():
     assert enough.plans
 
 
+def test_the_smallest_cluster_has_whole_nodes():
+    """Of six GPUs each, as of eight: powers of two are rounded up."""
+    cluster = replace(presets.cluster("rtx3090x8"), gpus=6, gpus_per_node=6)
+    found = search(GPT3, cluster, batch=96, options=FEW)
+    assert not found.plans and found.smallest > 6 and found.smallest % 6 == 0
+    assert f"{found.smallest} of these GPUs would do" in found.nothing_fits()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
