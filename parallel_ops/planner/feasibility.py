@@ -35,7 +35,7 @@ def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> 
         or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
         or next(_offload_and_recomputation(model, plan), None)
-        or (next(_experts(model, plan), None) if plan.ep > 1 else None)
+        or (next(_experts(model, plan), None) if model.experts or plan.ep > 1 else None)
     )
 
 
@@ -263,3 +263,7 @@ def _experts(model: Model, plan: Plan) -> Iterator[Problem]:
         yield Problem("ep without experts", f"EP {plan.ep} needs a model with experts")
     elif model.experts % plan.ep:
         yield Problem("ep does not divide", f"EP {plan.ep} does not divide experts ({model.experts})")
+    widths = {"expert_ffn": plan.expert_shards, "shared_experts * expert_ffn": plan.tp}
+    for number, (name, tp) in zip((1, model.shared_experts), widths.items(), strict=True):
+        if number * model.expert_ffn % tp:
+            yield Problem("tp does not divide", f"TP {tp} does not divide {name} ({number * model.expert_ffn})")

@@ -166,3 +166,17 @@ def test_the_text_of_a_plan():
     assert Plan.parse(plan.text) == plan and Plan.parse("") == Plan()
     with pytest.raises(ValueError, match="tp is given twice"):
         Plan.parse("tp=2,tp=4")
+
+
+def 
+
+def test_tensor_parallelism_divides_the_widths_of_experts():
+    """Routed experts are split by ``expert_tp``, shared ones by ``tp``; with ``expert_tp=1`` the latter alone."""
+    cluster, model = presets.cluster("h100x8"), replace(presets.model("deepseek-v2"), expert_ffn=1538, shared_experts=2)
+    for plan, reason in (
+        (Plan(tp=4, dp=2, global_batch=8), "TP 4 does not divide expert_ffn (1538)"),
+        (Plan(tp=4, dp=2, expert_tp=2, global_batch=8), None),
+        (Plan(tp=8, expert_tp=1, global_batch=8), "TP 8 does not divide shared_experts * expert_ffn (3076)"),
+    ):
+        found = problem(model, cluster, plan)
+        assert (found and found.reason) == reason
