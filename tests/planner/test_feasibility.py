@@ -180,3 +180,10 @@ def test_tensor_parallelism_divides_the_widths_of_experts():
     ):
         found = problem(model, cluster, plan)
         assert (found and found.reason) == reason
+
+
+def test_adapters_are_in_16_bits():
+    model, cluster = replace(LLAMA, lora_rank=16), presets.cluster("b200x8")
+    plan = Plan(dp=8, zero=3, global_batch=8, fused_loss=True)
+    assert TRAINER.runs(model, cluster, plan)
+    assert "16 bits" in str(TRAINER.problem(model, cluster, replace(plan, dtype="mxfp8")))

@@ -36,6 +36,8 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if model.experts and plan.expert_shards > 1:
         yield "its experts are not split by tensor parallelism; add expert_tp=1"
     yield from (f"its {key} {reason}" for key, reason in sharding_problems(plan))
+    if model.lora_rank and plan.dtype in FORMATS:
+        yield f"its adapters are in 16 bits, not {plan.dtype}"
     if plan.pp > 1 and plan.schedule in WHOLE_BACKWARD and not plan.input_grad_first:
         yield "its backward pass sends the gradient of the input first; add input_grad_first=true"
     yield from (found.reason for found in pipeline_problems(model, plan, plan.recompute))
