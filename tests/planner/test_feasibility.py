@@ -168,8 +168,6 @@ def test_the_text_of_a_plan():
         Plan.parse("tp=2,tp=4")
 
 
-def 
-
 def test_tensor_parallelism_divides_the_widths_of_experts():
     """Routed experts are split by ``expert_tp``, shared ones by ``tp``; with ``expert_tp=1`` the latter alone."""
     cluster, model = presets.cluster("h100x8"), replace(presets.model("deepseek-v2"), expert_ffn=1538, shared_experts=2)
@@ -187,3 +185,12 @@ def test_adapters_are_in_16_bits():
     plan = Plan(dp=8, zero=3, global_batch=8, fused_loss=True)
     assert TRAINER.runs(model, cluster, plan)
     assert "16 bits" in str(TRAINER.problem(model, cluster, replace(plan, dtype="mxfp8")))
+
+
+def test_torchtitan_spreads_experts_over_ranks_that_shard():
+    """``ParallelDims`` asserts that ``ep`` divides dp_shard * cp * tp; without ZeRO dp_shard is 1."""
+    system, model, cluster = TARGETS["torchtitan"], presets.model("qwen3-30b-a3b"), presets.cluster("h100x8")
+    plan = Plan(dp=4, tp=2, ep=2, expert_tp=1, sequence_parallel=True, global_batch=8)
+    assert system.runs(model, cluster, plan)
+    assert "zero=2" in str(system.problem(model, cluster, replace(plan, ep=4)))
+    assert system.runs(model, cluster, replace(plan, ep=4, zero=2))

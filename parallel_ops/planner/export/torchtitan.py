@@ -76,6 +76,8 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if model.experts and plan.ep > 1 and plan.expert_shards > 1:
         # Its experts are spread over tensor-parallel ranks, too (parallel_dims.py: dp_shard * cp * tp / ep).
         yield "its tensor parallelism does not split experts that are spread over ranks; add expert_tp=1"
+    if plan.zero == 0 and plan.cp * plan.tp % plan.ep:
+        yield "it spreads experts over the ranks that shard parameters; add zero=2"
     if model.experts and plan.ep == 1 and plan.expert_shards < plan.tp:
         yield "its tensor parallelism splits experts without expert parallelism; leave expert_tp out"
     if plan.dtype == "fp8" and model.name not in MODELS:
