@@ -4,11 +4,11 @@ They have the fields of Transformers' outputs but ``logits``, so what goes throu
 ``Trainer``) works as before; ``outputs.get("logits")`` and ``getattr(outputs, "logits", None)`` are ``None``.
 """
 
-from dataclasses import dataclass
+from dataclasses import fields, make_dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers.utils.generic import ModelOutput
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput, MoeCausalLMOutputWithPast
 
 _ERROR = (
     "outputs.logits: this call in training with labels made no logits, which saves their memory; call "
@@ -16,17 +16,15 @@ _ERROR = (
 )
 
 
-@dataclass
-class CausalLMOutputWithoutLogits(ModelOutput):
-    loss: Tensor | None = None
-    aux_loss: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    cross_attentions: tuple[Tensor, ...] | None = None
-    router_logits: tuple[Tensor, ...] | None = None
-    shared_kv_states: Any = None  # Gemma 4
+# By Transformers' own names: past_key_values is cache since 5.24.
+_FIELDS = dict.fromkeys(
+    field.name for stock in (MoeCausalLMOutputWithPast, CausalLMOutputWithCrossAttentions) for field in fields(stock)
+)
+_FIELDS["shared_kv_states"] = None  # Gemma 4
+_Fields = make_dataclass("_Fields", [(name, Any, None) for name in _FIELDS if name != "logits"], bases=(ModelOutput,))
 
+
+class CausalLMOutputWithoutLogits(_Fields):
     @property
     def logits(self) -> Tensor:
         raise AttributeError(_ERROR)
