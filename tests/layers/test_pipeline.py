@@ -108,7 +108,7 @@ def halves(rank: int, kind: str, reshard: bool) -> dict[str, Tensor]:
     for group in groups:
         stage_backward_weight(iter(parameters), group)
     # What torch's schedules do after the last half: FSDP2 reduces the gradients.
-    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage, has_backward=True), 1)  # type: ignore[arg-type]
     return {name: whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None}
 
 

@@ -16,11 +16,12 @@ from torch.nn import Module
 def accumulate(module: Module) -> None:
     """Adds the gradients of a module to those of earlier micro-batches in the dtype in which they are reduced.
 
-    The hook does so too, but before the weight gradients that are computed after the backward.
+    The hook does so too, but before the weight gradients that are computed after the backward. Since 2.15 the gradients
+    of autograd are of that dtype themselves, and nothing is to be done.
     """
     for group in _groups(module):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
+            if hasattr(parameter, "to_accumulated_grad_if_needed") and hasattr(parameter, "_unsharded_param"):
                 if parameter.unsharded_accumulated_grad is not None and parameter._unsharded_param.grad is not None:
                     parameter.unsharded_accumulated_grad += parameter._unsharded_param.grad
                     parameter._unsharded_param.grad = None
@@ -33,10 +34,11 @@ def reduce(module: Module, *, replicas: bool) -> None:
     Args:
         replicas: sum over replicas of shards too, once in a step.
     """
-    accumulate(module)  # a reduction takes gradients of one dtype
     for group in _groups(module):
         if isinstance(group.mesh_info, DDPMeshInfo):
             _complete(group)
+    accumulate(module)  # a reduction takes gradients of one dtype
+    for group in _groups(module):
         before = group.reduce_grads, group.all_reduce_grads
         group.reduce_grads, group.all_reduce_grads = True, replicas
         group.post_backward()
@@ -47,16 +49,15 @@ def reduce(module: Module, *, replicas: bool) -> None:
 def _complete(group: Any) -> None:
     """Gives parameters without a gradient one of zeros.
 
-    What is to be summed over replicas is added up in one buffer, without names: reductions of a step must have the same
-    parameters. Of the last micro-batch, I may have run, and been reduced, before W.
+    What is to be summed over replicas is added up in one buffer, before 2.15 without names: reductions of a step must
+    have the same parameters. Of the last micro-batch, I may have run, and been reduced, before W.
     """
     for parameter in group.fsdp_params:
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is None or not unsharded.requires_grad:
             continue
         if parameter.unsharded_accumulated_grad is None and unsharded.grad is None:
-            unsharded.grad = torch.zeros_like(unsharded)
-            parameter.to_accumulated_grad_if_needed()
+            unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 
 
 def finish(root: Module) -> None:

@@ -149,11 +149,14 @@ class ParameterGrad(Accumulator):
         parameter = self._parameter
         if (grad := self._local_gradient()) is not None:
             grad += product.view(grad.shape)
-        elif isinstance(parameter, DTensor):
+            return
+        if isinstance(parameter, DTensor):
             part = product.to(parameter.dtype).view(parameter.to_local().shape)
-            parameter.grad = new_dtensor(DTensor, part, parameter._spec, requires_grad=False)
+            grad = new_dtensor(DTensor, part, parameter._spec, requires_grad=False)
         else:
-            parameter.grad = product.to(parameter.dtype).view(parameter.shape)
+            grad = product.view(parameter.shape)
+        # Of an FSDP2 that accumulates in fp32, since torch 2.15, it is not the parameter's.
+        parameter.grad = grad.to(parameter.grad_dtype or parameter.dtype)
 
     def _local_gradient(self) -> Tensor | None:
         from torch.distributed.tensor import DTensor
