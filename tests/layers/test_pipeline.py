@@ -1,6 +1,5 @@
 """torch.distributed.pipelining over the layers: backwards that are split into input and weight gradients."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from parallel_ops._internal.distributed import fsdp
 from parallel_ops.layers import ParallelTransformerLayer
 from support.parallelism import pipeline
 from support.parallelism.layers import mesh_of, whole
@@ -107,8 +107,8 @@ def halves(rank: int, kind: str, reshard: bool) -> dict[str, Tensor]:
         assert all(p.untyped_storage().nbytes() == 0 for p in parameters)
     for group in groups:
         stage_backward_weight(iter(parameters), group)
-    # What torch's schedules do after the last half: FSDP2 reduces the gradients.
-    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage, has_backward=True), 1)  # type: ignore[arg-type]
+    fsdp.reduce(stage, replicas=True)
+    fsdp.finish(stage)
     return {name: whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None}
 
 

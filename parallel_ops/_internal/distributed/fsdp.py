@@ -69,6 +69,7 @@ def finish(root: Module) -> None:
     for each in state._state_ctx.all_states:
         for group in _of_state(each):
             group.reshard()
+    state._state_ctx.manual_backward_finalization_active = False  # of 2.15, which else wants a backward before
     state._root_post_backward_final_callback()
 
 
