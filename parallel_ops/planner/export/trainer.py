@@ -17,6 +17,9 @@ from parallel_ops.planner.precision import FORMATS, stored
 from parallel_ops.planner.presets.figures import figures
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
+# What the sizes of weights must be multiples of: ``parallel_ops.ops.float8_recipes``, which imports torch.
+_MULTIPLES = {"fp8_rowwise": 16, "fp8_blockwise": 128, "mxfp8": 32}
+
 
 def sharding_problems(plan: Plan) -> Iterator[tuple[str, str]]:
     """Fields of a plan that the trainer's sharding by FSDP2 does not allow, each with the reason."""
@@ -38,9 +41,27 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     yield from (f"its {key} {reason}" for key, reason in sharding_problems(plan))
     if model.lora_rank and plan.dtype in FORMATS:
         yield f"its adapters are in 16 bits, not {plan.dtype}"
+    multiple = _MULTIPLES.get(plan.dtype, 1)
+    if size := next((size for size in _sizes(model, plan.tp) if size % multiple), 0):
+        yield f"its {plan.dtype} takes multiples of {multiple}, not the {size:g} of a linear on each rank of tp"
     if plan.pp > 1 and plan.schedule in WHOLE_BACKWARD and not plan.input_grad_first:
         yield "its backward pass sends the gradient of the input first; add input_grad_first=true"
     yield from (found.reason for found in pipeline_problems(model, plan, plan.recompute))
+
+
+def _sizes(model: Model, tp: int) -> Iterator[float]:
+    """Inputs and outputs of linears on a tensor-parallel rank, and of experts."""
+    yield model.hidden_size
+    yield model.value_width / tp
+    if m := model.latent:
+        yield from (m.query_rank, m.key_value_rank)
+        yield from (model.query_width / tp, model.num_heads * (m.head + m.value_head) / tp)
+    else:
+        yield model.num_kv_heads / min(tp, model.num_kv_heads) * model.head_dim  # at least one head a rank
+    if model.experts:
+        yield from (model.expert_ffn, model.shared_experts * model.expert_ffn / tp)
+    if model.dense_layers > 1 or not model.experts:  # the first layer and the last stay in 16 bits
+        yield model.ffn_hidden_size / tp
 
 
 def _models(model: Model) -> Iterator[str]:

@@ -1,11 +1,16 @@
 """Settings that do not fit together are refused before anything starts, with the key and the reason in one line."""
 
+import contextlib
+import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
-from parallel_ops.train.config_file import describe_errors
+from parallel_ops.planner import Plan, presets
+from parallel_ops.planner.export import find_target
+from parallel_ops.train.config_file import describe_errors, settings_of
 from support.runs import trainer as runs
 
 GPT, LLAMA, DEEPSEEK = runs.MODELS["gpt"], runs.MODELS["llama"], runs.MODELS["deepseek"]
@@ -121,3 +126,17 @@ def test_what_does_not_fit_is_refused(sections, message):
         runs.settings_of("tokens.bin", **sections)
     said = describe_errors(raised.value)
     assert re.search(message, said) and "\n" not in said, said
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen2-72b", "deepseek-v3", "glm-4.5-air"])
+def test_the_planner_knows_which_sizes_float8_takes(name):
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    model, cluster, target = presets.model(name), presets.cluster("b200x8"), find_target("parallel_ops")
+    model = replace(model, num_layers=model.dense_layers + 3)
+    for tp, dtype in itertools.product((1, 4, 8), ("fp8_rowwise", "fp8_blockwise", "mxfp8")):
+        plan = Plan(dp=8 // tp, tp=tp, sequence_parallel=tp > 1, dtype=dtype, global_batch=8, fused_loss=True,
+                    expert_tp=int(bool(model.experts)))  # fmt: skip
+        data = tomllib.loads(target.write(model, cluster, plan))
+        runs = target.runs(model, cluster, plan)
+        with contextlib.nullcontext() if runs else pytest.raises(ValueError, match="sizes of (linears|experts) that"):
+            settings_of(data)
