@@ -121,10 +121,10 @@ def parallelize(
         _shard(model, names, mesh, plan)
     elif (ranks := mesh["loss"]) is not None:
         for experts in experts_of(model):
-            replicate(experts, mesh=mesh.expert_shards, mp_policy=_policy(plan, cast_inputs=False))
+            replicate(experts, mesh=mesh.expert_shards, mp_policy=_policy(plan, experts))
             divide(experts, mesh, shards=1)
         for name in [*names, ""]:
-            replicate(model.get_submodule(name), mesh=ranks, mp_policy=_policy(plan))
+            replicate(model.get_submodule(name), mesh=ranks, mp_policy=_policy(plan, model))
     return model
 
 
@@ -261,19 +261,20 @@ def _use_float8(
         module.precision, module.emulated = precision, emulated
 
 
-def _policy(plan: Plan, *, cast_inputs: bool = True) -> MixedPrecisionPolicy:
+def _policy(plan: Plan, model: nn.Module) -> MixedPrecisionPolicy:
+    # Inputs within these are in the plan's dtype, but for weights of tokens and tables of rotary positions, which stay
+    # in fp32: bf16 would turn keys by up to 0.2 % too far, and each block would round them anew.
+    casts = not isinstance(model, Transformer | Experts)
     if plan.dtype == "fp32":
-        return MixedPrecisionPolicy(cast_forward_inputs=cast_inputs)
-    return MixedPrecisionPolicy(
-        param_dtype=PRECISIONS[plan.dtype], reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
-    )
+        return MixedPrecisionPolicy(cast_forward_inputs=casts)
+    return MixedPrecisionPolicy(PRECISIONS[plan.dtype], reduce_dtype=torch.float32, cast_forward_inputs=casts)
 
 
 def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, plan: Plan) -> None:
     over = mesh["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh["fsdp"]
     pinned = torch.cuda.is_available()  # torch's default, and an error without an accelerator
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if plan.offload != "none" else OffloadPolicy()
-    options: dict[str, Any] = {"mp_policy": _policy(plan), "offload_policy": offload}
+    options: dict[str, Any] = {"mp_policy": _policy(plan, model), "offload_policy": offload}
     shard_experts(model, mesh, reshard_after_forward=plan.zero == 3, **options)
     for name in names:
         fully_shard(model.get_submodule(name), mesh=over, reshard_after_forward=plan.zero == 3, **options)

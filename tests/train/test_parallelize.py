@@ -146,3 +146,8 @@ def test_offloaded_parameters_are_on_the_host_and_buffers_on_the_device():
         "parallel": {"dp": 2, "zero": 3, "offload": "optimizer", "global_batch": 4},
     }  # fmt: skip
     assert ranks(2).run(parallelized.devices_of_offloaded, given) == [({"cpu"}, {"meta"})] * 2
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tables_of_rotary_positions_stay_in_fp32(zero):
+    assert ranks(2).run(parallelized.dtypes_of_blocks, zero) == [({torch.bfloat16}, {torch.float32})] * 2

@@ -50,6 +50,23 @@ def devices_of_offloaded(rank: int, given: dict[str, Any]) -> tuple[set[str], se
     return {p.device.type for p in model.parameters()}, {b.device.type for b in model.buffers()}
 
 
+def dtypes_of_blocks(rank: int, zero: int) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """Of hidden states and of the tables of rotary positions in the blocks of a bf16 plan."""
+    mesh = mesh_of(**{"dp_shard" if zero else "dp_replicate": 2})
+    model = parallelize(Transformer(MODELS["llama"]), mesh, plan_of(mesh, zero=zero, dtype="bf16"))
+    found: tuple[set[torch.dtype], set[torch.dtype]] = set(), set()
+
+    def look(_: nn.Module, given: tuple[Any, ...]) -> None:
+        x, tables, *_ = given
+        found[0].add(x.dtype)
+        found[1].update(t.dtype for t in tables)
+
+    for block in model.layers.values():
+        block.attention.register_forward_pre_hook(look)
+    model(*torch.randint(31, (2, 8, 1))).backward()
+    return found
+
+
 def train(
     rank: int, kind: str, sizes: dict[str, int], options: dict[str, Any], accumulation: int = 1, steps: int = 2
 ) -> tuple[list[float], list[float]]:
