@@ -138,5 +138,5 @@ def test_the_planner_knows_which_sizes_float8_takes(name):
                     expert_tp=int(bool(model.experts)))  # fmt: skip
         data = tomllib.loads(target.write(model, cluster, plan))
         runs = target.runs(model, cluster, plan)
-        with contextlib.nullcontext() if runs else pytest.raises(ValueError, match="sizes of (linears|experts) that"):
+        with contextlib.nullcontext() if runs else pytest.raises(ValueError, match=r"sizes of (linears|experts) that"):
             settings_of(data)
