@@ -94,7 +94,7 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     except ValueError:  # no TOML, or the lines of several keys
         value = text.strip()
     if len(names) == 2:
-        return _with_key(data, *names, value)
+        return _with_key(data, names[0], names[1], value)
     plan = parse_fields(value, "parallel", PLAN_FIELDS) if isinstance(value, str) else value
     data = {**data, "parallel": {} if isinstance(plan, Mapping) else plan}
     for key, own in plan.items() if isinstance(plan, Mapping) else ():

@@ -65,7 +65,7 @@ def finish(root: Module) -> None:
     assert isinstance(root, FSDPModule)
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
-    state = root._get_fsdp_state()
+    state: Any = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
         for group in _of_state(each):
             group.reshard()

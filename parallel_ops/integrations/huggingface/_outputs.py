@@ -8,7 +8,8 @@ from dataclasses import fields, make_dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MoeCausalLMOutputWithPast
+from transformers.utils.generic import ModelOutput
 
 _ERROR = (
     "outputs.logits: this call in training with labels made no logits, which saves their memory; call "
@@ -24,7 +25,7 @@ _FIELDS["shared_kv_states"] = None  # Gemma 4
 _Fields = make_dataclass("_Fields", [(name, Any, None) for name in _FIELDS if name != "logits"], bases=(ModelOutput,))
 
 
-class CausalLMOutputWithoutLogits(_Fields):
+class CausalLMOutputWithoutLogits(_Fields):  # type: ignore[misc, valid-type]
     @property
     def logits(self) -> Tensor:
         raise AttributeError(_ERROR)
