@@ -8,8 +8,8 @@ what Triton's own function says (type, alignment and divisibility by 16, being 1
 A launcher that is ``remembered`` runs once for tensors of given shapes, strides, dtypes and alignment. After that its
 launches are repeated with other tensors: to work out grids and arguments takes the host longer than to launch.
 
-With launch hooks, pre-run hooks, a replaced ``JITFunction.run`` or settings that change what is compiled, and in
-versions of Triton other than those whose launch was compared, every launch goes through Triton.
+With launch hooks, pre-run hooks, a replaced ``JITFunction.run``, instrumented kernels or settings that change what is
+compiled, and in versions of Triton other than those whose launch was compared, every launch goes through Triton.
 """
 
 import functools
@@ -24,7 +24,7 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_COMPARED_VERSIONS = ("3.6.", "3.7.", "3.8.")
+_COMPARED_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 # None where another was in its place already.
 _RUN = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 
@@ -142,7 +142,7 @@ def remembered(launcher: L) -> L:
         active = driver.active
         device = active.get_current_device()
         signature = (
-            device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, *options.items(),
+            device, knobs.runtime.debug, *options.items(),
             *[None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors],
         )  # fmt: skip
         plan = plans.get(signature)
@@ -179,7 +179,7 @@ def _observed(
 
 
 def _needs_triton_launch() -> bool:
-    """True if a hook needs what only Triton knows about a launch, or if this version's launch was not compared."""
+    """True if a hook or a sanitizer needs what only Triton knows, or if this version's launch was not compared."""
     if _specialisation is None or JITFunction.run is not _RUN:
         return True
     runtime = knobs.runtime
@@ -187,12 +187,14 @@ def _needs_triton_launch() -> bool:
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
         or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
         or runtime.add_stages_inspection_hook
+        # Sanitizers: in 3.9 they have settings of their own, and memory that each launch passes.
+        or knobs.compilation.instrumentation_mode
     )
 
 
 def _kind(device: int, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...]:
     of_arguments = [_specialisation(BaseBackend, arg, False, True, True) for arg in args]
-    return (device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, *of_arguments, *meta.items())
+    return (device, knobs.runtime.debug, *of_arguments, *meta.items())
 
 
 def _launch_first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:

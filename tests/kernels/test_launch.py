@@ -118,7 +118,7 @@ def test_launch_hooks_see_every_launch(driver, kernel, monkeypatch, which, chain
 
 
 def test_what_else_triton_does_itself(driver, kernel, monkeypatch):
-    """Pre-run hooks, a replaced ``run``, other settings of the compiler, and a version nobody compared."""
+    """Pre-run hooks, a replaced ``run``, other settings of the compiler, sanitizers, and a version nobody compared."""
     warm(driver, kernel)
     seen = []
     call = lambda: launch(kernel, (1,), X, X, 64, 0.5, BLOCK=64, TWICE=False)  # noqa: E731
@@ -135,6 +135,11 @@ def test_what_else_triton_does_itself(driver, kernel, monkeypatch):
         patch.setattr(triton.knobs.runtime, "debug", True)
         call()
         assert driver.noted().by_triton
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.compilation, "instrumentation_mode", "of no backend")
+        for _ in range(2):
+            call()
+            assert driver.noted().by_triton
     with monkeypatch.context() as patch:
         patch.setattr(_launch, "_specialisation", None)
         call()
