@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _set_pg_timeout  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group  # type: ignore[attr-defined]
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
@@ -37,7 +37,9 @@ def group_store(group: ProcessGroup) -> dist.Store:  # type: ignore[name-defined
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """How long a collective of the group waits from now on. torch gives groups of a mesh its default."""
-    _set_pg_timeout(timeout, group)
+    # 2.15 made it public and warns at every call of the old name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def group_timeout(group: ProcessGroup, device: torch.device) -> float:
