@@ -1,12 +1,14 @@
 """torch's flight recorder: the last collectives of this rank, for the report of a run that does not go on.
 
-It is on by default, and keeps calls in rings, those of NCCL in one of their own, with shapes, group and where in Python
-they were made. torch's ``torchfrtrace`` reads its files.
+It is on by default, and keeps calls in rings, one for each backend, with shapes, group and where in Python they were
+made. torch's ``torchfrtrace`` reads its files.
 """
 
+import functools
 import json
 import math
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +40,30 @@ class _Response(_recorder._Response):  # type: ignore[misc]
         pass
 
 
+# A ring: its calls, the oldest first, and a function that returns its file.
+Ring = tuple[list[dict[str, Any]], Callable[[], bytes]]
+
+
+def _rings() -> Iterator[Ring]:
+    """The rings that this torch has. That of NCCL is empty where its answer takes too long."""
+    if hasattr(_recorder, "_dump_nccl_trace"):
+        yield _calls_of_nccl(), _recorder._dump_nccl_trace
+    if not (hasattr(_recorder, "_dump_fr_trace") and hasattr(_recorder, "_dump_fr_trace_json")):
+        return
+    # Since 2.15 "nccl" is this implementation, unless TORCH_DIST_USE_NCCL2=0 is set. Its ring asks CUDA nothing.
+    if hasattr(_recorder, "ProcessGroupNCCL2"):
+        text = _recorder._dump_fr_trace_json(backend="nccl2")
+        yield _entries(text), functools.partial(_recorder._dump_fr_trace, backend="nccl2")
+    yield _entries(_recorder._dump_fr_trace_json()), _recorder._dump_fr_trace  # gloo's
+
+
 def _calls_of_nccl() -> list[dict[str, Any]]:
-    """NCCL's calls on record, the oldest first; none where torch has no NCCL, or its answer takes too long."""
-    if not hasattr(_recorder, "_dump_nccl_trace"):
-        return []
     # Unlike ``_dump_nccl_trace_json`` it does not hold the GIL.
     ask, response = _recorder._get_handler("dump_nccl_trace_json"), _Response()
     thread = threading.Thread(target=ask, args=(_Request(), response), daemon=True)
     thread.start()
     thread.join(_SECONDS)
     return _entries(response.content)
-
-
-def _calls_of_gloo() -> list[dict[str, Any]]:
-    if not (hasattr(_recorder, "_dump_fr_trace") and hasattr(_recorder, "_dump_fr_trace_json")):
-        return []
-    return _entries(_recorder._dump_fr_trace_json())
 
 
 def _entries(text: str | bytes) -> list[dict[str, Any]]:
@@ -87,8 +97,7 @@ def report(folder: Path, rank: int) -> str:
     The text names the oldest call that has not ended, and the file, which has the calls of its backend. It is empty
     where the recorder is off; a file that cannot be written is left out.
     """
-    of_each = ((_calls_of_nccl(), "_dump_nccl_trace"), (_calls_of_gloo(), "_dump_fr_trace"))
-    records = [(calls, dump) for calls, dump in of_each if calls]
+    records = [(calls, dump) for calls, dump in _rings() if calls]
     if not records:
         return ""
     found, (_, dump) = "", records[0]
@@ -99,7 +108,7 @@ def report(folder: Path, rank: int) -> str:
     path = folder / f"{_PREFIX}{rank}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(getattr(_recorder, dump)())
+        path.write_bytes(dump())
     except OSError:
         return found
     return f"{found}; torch's flight recorder: {path}"

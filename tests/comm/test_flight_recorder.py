@@ -1,4 +1,4 @@
-"""The calls that a rank waits in, of torch's two recorders: NCCL's are in one of their own, by a stand-in for it."""
+"""The calls that a rank waits in, of torch's recorders: NCCL's are in one of their own, by a stand-in for it."""
 
 import itertools
 import json
@@ -20,8 +20,9 @@ def call(name, *, state="completed", number=1, p2p=False, sizes=((4, 8),)):
     }  # fmt: skip
 
 
-def recorder(*, nccl, gloo=(), answers=True):
-    """What a build of torch with NCCL has; the pickles are names."""
+def recorder(*, nccl, gloo=(), nccl2=None, answers=True):
+    """What a build of torch with NCCL has, with the implementation of 2.15 if ``nccl2`` is given; pickles are names."""
+    rings = {"gloo": gloo} | ({} if nccl2 is None else {"nccl2": nccl2})
 
     def handler(_, response):
         if not answers:
@@ -30,7 +31,9 @@ def recorder(*, nccl, gloo=(), answers=True):
 
     return SimpleNamespace(
         _get_handler={"dump_nccl_trace_json": handler}.__getitem__, _dump_nccl_trace=lambda: b"nccl",
-        _dump_fr_trace_json=lambda: json.dumps({"entries": gloo} if gloo else {}), _dump_fr_trace=lambda: b"gloo",
+        _dump_fr_trace_json=lambda backend="gloo": json.dumps({"entries": rings[backend]} if rings[backend] else {}),
+        _dump_fr_trace=lambda backend="gloo": backend.encode(),
+        **({} if nccl2 is None else {"ProcessGroupNCCL2": object}),
     )  # fmt: skip
 
 
@@ -62,6 +65,19 @@ def test_the_call_that_does_not_end_is_named(nccl, gloo, said, file, tmp_path, m
     waits = "" if said is None else f"; rank 2 waits in {said}"
     assert flight_recorder.report(path.parent, 2) == f"{waits}; torch's flight recorder: {path}"
     assert path.read_bytes() == file
+
+
+def test_the_calls_of_the_nccl_of_torch_2_15(tmp_path, monkeypatch):
+    """They are beside those of gloo, and only a call that has ended is retired; the ring of before is empty."""
+    calls = [call("nccl2:all_gather"), call("nccl2:all_reduce", state="scheduled", number=2)]
+    monkeypatch.setattr(flight_recorder, "_recorder", recorder(nccl=[], gloo=[call("gloo:send")], nccl2=calls))
+    said = "; rank 1 waits in all_reduce number 2 of group tp, 32 x BFloat16"
+    assert flight_recorder.report(tmp_path, 1) == f"{said}; torch's flight recorder: {tmp_path / 'rank_1'}"
+    assert (tmp_path / "rank_1").read_bytes() == b"nccl2"
+
+
+def test_this_torch_has_the_rings_that_are_read():
+    assert all(isinstance(dump(), bytes) for _, dump in flight_recorder._rings())
 
 
 def test_a_record_that_does_not_come_is_left_out(tmp_path, monkeypatch):
