@@ -13,6 +13,7 @@ compiled, and in versions of Triton other than those whose launch was compared, 
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -59,7 +60,7 @@ _seen = _Seen()
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """``kernel[grid](*args, **meta)``; ``args`` are the run-time arguments, ``meta`` the constants and options."""
     if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks or _needs_triton_launch():
-        kernel[grid](*args, **meta)  # also interpreted, autotuned, and what else there may be
+        kernel[grid](*args, **_fused(meta))  # also interpreted, autotuned, and what else there may be
         return
     known = _known.get(id(kernel))
     if known is None:
@@ -197,9 +198,17 @@ def _kind(device: int, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any
     return (device, knobs.runtime.debug, *of_arguments, *meta.items())
 
 
+def _fused(meta: dict[str, Any]) -> dict[str, Any]:
+    """``meta`` with multiplications and additions fused, as the kernels were measured, unless the user has chosen.
+
+    Triton 3.9 warns where nobody has, and 3.10 is to fuse none by default.
+    """
+    return meta if "TRITON_DEFAULT_FP_FUSION" in os.environ else {**meta, "enable_fp_fusion": True}
+
+
 def _launch_first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
     _seen.by_triton = True
-    compiled = kernel[grid](*args, **meta)
+    compiled = kernel[grid](*args, **_fused(meta))
     if compiled is None:  # a hook kept it from being compiled
         return
     defaults = kernel.signature.parameters

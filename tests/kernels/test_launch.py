@@ -4,6 +4,7 @@ A stand-in driver notes what reaches it, so no GPU is needed; two tests at the e
 """
 
 import dataclasses
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -68,7 +69,7 @@ def test_grid_and_stream(driver, kernel, grid):
 
 def test_each_kind_launches_what_triton_launches(driver, kernel):
     """In turns, so that each finds its own kernel among those of the others; other values of one kind too."""
-    first = {"BLOCK": 64, "TWICE": False, "num_warps": 4}
+    first = {"BLOCK": 64, "TWICE": False, "num_warps": 4, "enable_fp_fusion": True}
     for round_ in range(3):
         for name, ((x, y, n, a), changed) in CALLS.items():
             args = (x, y, n if n == 1 or round_ < 2 else n + 64, a)
@@ -146,6 +147,22 @@ def test_what_else_triton_does_itself(driver, kernel, monkeypatch):
         assert driver.noted().by_triton
     call()
     assert not driver.noted().by_triton
+
+
+@pytest.mark.parametrize(("chosen", "fused"), [(None, True), ("0", False), ("1", True)])
+def test_arithmetic_is_fused_unless_the_user_says_otherwise(chosen, fused, driver, kernel, monkeypatch):
+    """Triton 3.9 warns where nobody chooses, once in a process."""
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", chosen)
+    if hasattr(triton._utils, "warn_once"):
+        triton._utils.warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            launch(kernel, (1,), X, X, 64, 0.5, BLOCK=64, TWICE=False)
+    ((*_, compiled),) = _launch._known[id(kernel)].values()
+    assert compiled.metadata.enable_fp_fusion is fused
 
 
 def test_errors_of_a_launch_are_as_raised(driver, kernel):
