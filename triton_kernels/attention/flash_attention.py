@@ -104,7 +104,9 @@ def _factors(q: Tensor, scale: float, softcap: float) -> tuple[bool, float, floa
 
 def _precision(q: Tensor) -> str:
     """How fp32 matmuls are made: like PyTorch's, or of three tf32 matmuls, which is as exact as fp32."""
-    return "tf32" if q.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    # ``allow_tf32`` cannot be read once somebody has set this.
+    fast = q.dtype is not torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if fast else "tf32x3"
 
 
 def _bounds(left: int | None, right: int | None, own: int, others: int) -> tuple[int, int]:
