@@ -195,8 +195,10 @@ class ParallelMesh:
 
     def close(self) -> None:
         """Destroys the groups of the mesh, but not the default one; all ranks call it, after the last use."""
-        for group in {mesh.get_group() for mesh in self._meshes.values()} - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
+        # In one order on all ranks: to end a communicator of NCCL is a collective of the ranks of a node.
+        for group in dict.fromkeys(mesh.get_group() for mesh in self._meshes.values()):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
         self._meshes, self._root = {}, None
 
     @property

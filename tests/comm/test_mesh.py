@@ -90,3 +90,10 @@ def test_the_groups_of_a_mesh_have_its_timeout():
     timeout = timedelta(seconds=77)
     for found in ranks(4).run(mesh.timeouts, timeout):
         assert found == dict.fromkeys(("dp_shard", "tp", "dp", "fsdp", "loss"), timeout)
+
+
+def test_the_groups_of_a_mesh_end_in_one_order():
+    """Ranks of a node end a communicator of NCCL together."""
+    for made, ended in ranks(8).run(mesh.closed):
+        assert len(ended) > 5
+        assert ended == made

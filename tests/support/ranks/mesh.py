@@ -64,3 +64,25 @@ def timeouts(rank: int, timeout: timedelta) -> dict[str, timedelta]:
     for group in set(dist.distributed_c10d._world.pg_map) - before:
         dist.destroy_process_group(group)
     return found
+
+
+def closed(rank: int) -> tuple[list[str], list[str]]:
+    """The groups of a mesh as they were made, and as they are destroyed."""
+    mesh = ParallelMesh(dp_replicate=2, dp_shard=2, tp=2, ep=2)
+    made = [str(name) for name in dist.distributed_c10d._world.pg_names.values() if name != dist.group.WORLD.group_name]
+    of_mesh, ended, destroy = (
+        {mesh.group(name).group_name for name in NAMES if mesh.size(name) > 1},
+        [],
+        dist.destroy_process_group,
+    )
+
+    def noted(group: dist.ProcessGroup) -> None:
+        ended.append(str(group.group_name))
+        destroy(group)
+
+    dist.destroy_process_group = noted
+    try:
+        mesh.close()
+    finally:
+        dist.destroy_process_group = destroy
+    return [name for name in made if name in of_mesh], ended
