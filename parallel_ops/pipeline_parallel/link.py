@@ -5,7 +5,7 @@ order, so a receive that is posted ahead holds back all that is behind it; and a
 the other side has posted its own, in c10d (communicators of two ranks are made in their first operation) and in NCCL
 (``ncclTransportP2pSetup`` connects each direction of each pair). Messages then go through channels: a group of two
 ranks for each ordered pair that talks, which has sent one element before the first step. Whether torch makes
-communicators lazily or eagerly (``init_process_group(device_id=)``) makes no difference for them.
+communicators lazily or eagerly (``init_process_group(device_id=)``; since 2.15 always) makes no difference for them.
 """
 
 import ctypes
