@@ -33,7 +33,7 @@ _TYPES = {
     torch.bool: "*i1",
     torch.uint8: "*u8",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @dataclasses.dataclass(frozen=True)
