@@ -5,9 +5,11 @@ made. torch's ``torchfrtrace`` reads its files.
 """
 
 import functools
+import http.client
 import json
 import math
-import threading
+import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,24 +24,8 @@ _SECONDS = 10.0
 _recorder: Any = torch._C._distributed_c10d
 
 
-class _Request(_recorder._Request):  # type: ignore[misc]
-    def body(self) -> bytes:
-        return b""
-
-    def params(self) -> dict[str, str]:
-        return {}
-
-
-class _Response(_recorder._Response):  # type: ignore[misc]
-    content = "{}"
-
-    def set_content(self, content: str, _: str) -> None:
-        self.content = content
-
-    def set_status(self, _: int) -> None:
-        pass
-
-
+# One that waits for CUDA would wait for it in its destructor, too.
+_servers: list[Any] = []
 # A ring: its calls, the oldest first, and a function that returns its file.
 Ring = tuple[list[dict[str, Any]], Callable[[], bytes]]
 
@@ -58,12 +44,22 @@ def _rings() -> Iterator[Ring]:
 
 
 def _calls_of_nccl() -> list[dict[str, Any]]:
-    # Unlike ``_dump_nccl_trace_json`` it does not hold the GIL.
-    ask, response = _recorder._get_handler("dump_nccl_trace_json"), _Response()
-    thread = threading.Thread(target=ask, args=(_Request(), response), daemon=True)
-    thread.start()
-    thread.join(_SECONDS)
-    return _entries(response.content)
+    """By torch's server for such questions: asked in Python they hold the GIL, as long as CUDA does not answer."""
+    if not torch.cuda.is_initialized():
+        return []
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as own:
+        own.settimeout(_SECONDS)
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = own
+        try:
+            _servers.append(_recorder._WorkerServer(f"{folder}/socket"))
+            own.connect(f"{folder}/socket")
+            connection.request("POST", "/handler/dump_nccl_trace_json")
+            text = connection.getresponse().read()
+        except (OSError, RuntimeError, http.client.HTTPException):
+            return []
+        _servers[-1].shutdown()
+    return _entries(text)
 
 
 def _entries(text: str | bytes) -> list[dict[str, Any]]:

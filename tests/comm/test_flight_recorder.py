@@ -2,14 +2,21 @@
 
 import itertools
 import json
+import socketserver
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from parallel_ops.comm import flight_recorder
 
 _numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def with_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
 
 def call(name, *, state="completed", number=1, p2p=False, sizes=((4, 8),)):
@@ -24,13 +31,21 @@ def recorder(*, nccl, gloo=(), nccl2=None, answers=True):
     """What a build of torch with NCCL has, with the implementation of 2.15 if ``nccl2`` is given; pickles are names."""
     rings = {"gloo": gloo} | ({} if nccl2 is None else {"nccl2": nccl2})
 
-    def handler(_, response):
-        if not answers:
-            threading.Event().wait()
-        response.set_content(json.dumps({"entries": nccl}), "application/json")
+    def server(path):
+        class Answer(socketserver.StreamRequestHandler):
+            def handle(self):
+                assert self.rfile.readline().startswith(b"POST /handler/dump_nccl_trace_json ")
+                if not answers:
+                    threading.Event().wait()
+                text = json.dumps({"entries": nccl}).encode()
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+
+        started = socketserver.ThreadingUnixStreamServer(path, Answer)
+        threading.Thread(target=started.serve_forever, daemon=True).start()
+        return started
 
     return SimpleNamespace(
-        _get_handler={"dump_nccl_trace_json": handler}.__getitem__, _dump_nccl_trace=lambda: b"nccl",
+        _WorkerServer=server, _dump_nccl_trace=lambda: b"nccl",
         _dump_fr_trace_json=lambda backend="gloo": json.dumps({"entries": rings[backend]} if rings[backend] else {}),
         _dump_fr_trace=lambda backend="gloo": backend.encode(),
         **({} if nccl2 is None else {"ProcessGroupNCCL2": object}),
