@@ -15,7 +15,7 @@ from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.config import Settings
-from parallel_ops.train.parallelize_model import parallelize
+from parallel_ops.train.parallelize_model import PRECISIONS, parallelize
 
 
 def check(settings: Settings, rank: int = 0) -> set[str]:
@@ -71,7 +71,10 @@ def _forward(model: Transformer, mesh: ParallelMesh, plan: Plan, stage: int | No
             spmd.assert_type(value, whole)
         if stage:
             with spmd.no_typecheck():
-                options["hidden_states"] = torch.randn(model.stream_shape(*tokens.shape), requires_grad=True)
+                # Over data-parallel ranks a stage sends what it has computed; without, autocast takes any dtype.
+                dtype = PRECISIONS[plan.dtype] if mesh["loss"] is not None else torch.float32
+                hidden = torch.randn(model.stream_shape(*tokens.shape), dtype=dtype, requires_grad=True)
+                options["hidden_states"] = hidden
             spmd.assert_type(options["hidden_states"], stream)
         out: Tensor = model(tokens, targets, **options)
         last = stage is None or stage == cut(config.num_layers, plan).count - 1
