@@ -158,7 +158,11 @@ class StepTime:
 
     def _rounds(self) -> float:
         """Micro-batches that the slowest rank computes or is idle for: what lengthens each pass lengthens both."""
-        return self.micro_batches + self._idle(0.0) / self.busy
+        known = self._known
+        if "rounds" not in known:
+            known["rounds"] = self.micro_batches + self._idle(0.0) / self.busy
+        rounds: float = known["rounds"]
+        return rounds
 
     def _sharded(self) -> float:
         """Exposed gathers and reductions of ZeRO-2 and 3, per micro-batch.
@@ -190,6 +194,8 @@ class StepTime:
 
     def host(self) -> float:
         """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
+        if not self.copied:
+            return 0.0
         once, busy = "optimizer" in self.plan.offload, self.busy + self._sharded()  # the first copy is that of states
         each = sum(beside(self.constants, seconds, busy) for _, seconds, _ in self.copied[once:])
         return sum(seconds for _, seconds, _ in self.copied[:once]) + self._rounds() * each
