@@ -96,8 +96,10 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     if len(names) == 2:
         return _with_key(data, names[0], names[1], value)
     plan = parse_fields(value, "parallel", PLAN_FIELDS) if isinstance(value, str) else value
-    data = {**data, "parallel": {} if isinstance(plan, Mapping) else plan}
-    for key, own in plan.items() if isinstance(plan, Mapping) else ():
+    if not isinstance(plan, Mapping):
+        return {**data, "parallel": plan}  # no section, which is an error later on
+    data = {**data, "parallel": {}}
+    for key, own in plan.items():
         data = _with_key(data, "parallel", key, own)
     return data
 
