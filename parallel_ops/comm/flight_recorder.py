@@ -22,8 +22,6 @@ _SECONDS = 10.0
 
 # Private functions, which torch may lack; JSON has what the file has.
 _recorder: Any = torch._C._distributed_c10d
-
-
 # One that waits for CUDA would wait for it in its destructor, too.
 _servers: list[Any] = []
 # A ring: its calls, the oldest first, and a function that returns its file.
