@@ -77,6 +77,7 @@ def gradients(model, micro_batches=2, dtype=None, rows=32):
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("engine", [offload.CopyEngine, Late])
 @pytest.mark.parametrize(
     ("kind", "recomputed", "tensors"),
