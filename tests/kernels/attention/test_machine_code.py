@@ -110,7 +110,9 @@ COMPILED = [
 # Machine instructions that a thread of sm_90 issues for each of its scores in a tile of bf16 that nothing masks: 7.0,
 # 10.6 and 7.7 at 64 dims, 8.1, 17.3 and 8.9 at 128. The least of a forward are 4.5: a maximum, a multiply-add, an
 # exponential, a sum, half a conversion. Triton 3.6 loads the numbers of queries into each thread that needs them.
-OLD = triton.__version__.startswith("3.6.")
+# Triton 3.9 puts a fence and a barrier before each wgmma of a loop: 7 to 19 % more.
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+OLD, FENCED = TRITON == (3, 6), TRITON >= (3, 9)
 ISSUED = {
     64: {"_forward_kernel": 7.4, "_keys_kernel": 15.9 if OLD else 11.2, "_queries_kernel": 8.1},
     128: {"_forward_kernel": 8.6, "_keys_kernel": 22.4 if OLD else 18.1, "_queries_kernel": 9.4},
@@ -145,7 +147,8 @@ def test_compiled_code(dtype, dims, capability, options):
             sizes = dict(launch.constants)
             scores = sizes["BLOCK_QUERIES"] * sizes["BLOCK_KEYS"] / (32 * dict(launch.options)["num_warps"])
             found = len(loops_with_products(code)[0]) / scores
-            assert found <= ISSUED[dims][launch.name], f"{launch}: {found:.1f} instructions a score"
+            bound = ISSUED[dims][launch.name] * (1.13 if FENCED else 1)
+            assert found <= bound, f"{launch}: {found:.1f} instructions a score"
 
 
 @pytest.mark.aot
