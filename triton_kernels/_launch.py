@@ -199,11 +199,13 @@ def _kind(device: int, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any
 
 
 def _fused(meta: dict[str, Any]) -> dict[str, Any]:
-    """``meta`` with multiplications and additions fused, as the kernels were measured, unless the user has chosen.
+    """``meta`` with multiplications and additions fused, as the kernels were measured, unless it or the user says no.
 
     Triton 3.9 warns where nobody has, and 3.10 is to fuse none by default.
     """
-    return meta if "TRITON_DEFAULT_FP_FUSION" in os.environ else {**meta, "enable_fp_fusion": True}
+    if "TRITON_DEFAULT_FP_FUSION" in os.environ:
+        return meta
+    return {**meta, "enable_fp_fusion": meta.get("enable_fp_fusion", True)}
 
 
 def _launch_first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:

@@ -62,9 +62,11 @@ def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tenso
     block = min(MOST_TOKENS, max(16, 8192 // block_dims))  # 32 elements of each a thread
     blocks = cdiv(queries, block)
     strides = strides_of(grad_out, out)
+    # Not fused: where a thread has one element of a row, a product fused into the sum with another lane's is rounded in
+    # that lane alone. The two sums differ then, and with Triton 3.9 all lanes of a warp store theirs to one place.
     launch(
         _rows_kernel, (blocks * heads * batch,),
         grad_out, out, statistics, rows, queries, heads, blocks, *strides, *statistics.stride()[:3], *rows.stride()[:3],
         DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, FAST=grad_out.dtype is not torch.float32,
-        **hints_of(strides), num_warps=8,
+        **hints_of(strides), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 spill; multiply tiles that no proxy fence has shown to the tensor cores; wait for copies that have just been started.
 """
 
+import re
+
 import pytest
 import torch
 import triton
@@ -167,3 +169,18 @@ def test_blocks_of_a_ring_share_one_kernel():
                     dropout=draws,
                 )  # fmt: skip
     assert len(recorded) <= 2, recorded  # places beyond 32 bits are a type of their own
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("dims", [33, 64])
+def test_all_lanes_have_the_same_delta(dims):
+    """Lanes add up in pairs. A product fused into such a sum would be rounded in the other lane alone."""
+    from parallel_ops.triton_kernels.attention.rows import gradient_rows
+
+    with aot.recorded() as recorded:
+        out, rows = meta(100, 1, 2, dims, dtype=BF16), meta(3, 1, 2, 100, dtype=FP32)
+        gradient_rows(out, out, rows[:2], rows)
+    ptx = aot.compiled(recorded[0], 90).asm["ptx"]
+    received = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
+    assert received
+    assert not received & set(re.findall(r"fma\.rn\.f32\s.*, (%\w+);", ptx))
