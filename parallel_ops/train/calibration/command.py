@@ -63,6 +63,8 @@ def _rank(
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        # torch 2.15 binds the group to the GPU of this number, which may be that of the process that started the ranks.
+        os.environ["LOCAL_RANK"] = str(rank)
     else:
         keep_freed_memory()  # as in training
     if ranks > 1 and not cuda:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel_ops.planner import Plan, estimate, presets
 from parallel_ops.planner.cli import inputs
@@ -16,6 +17,7 @@ from parallel_ops.planner.compute.work import work_of
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.step import StepTime
 from parallel_ops.train import planner_bridge
+from parallel_ops.train.calibration import command
 from parallel_ops.train.calibration.command import calibrate
 from parallel_ops.train.calibration.fit import (
     MORE,
@@ -27,6 +29,7 @@ from parallel_ops.train.calibration.fit import (
     link,
     scatter_share,
 )
+from support.transports.bound_device import bound_devices
 
 LINK = Interconnect(name="truth", latency=2e-5, bandwidth=3e9)
 TINY = {
@@ -158,6 +161,17 @@ def test_measured_machine_is_read_by_the_planner(tmp_path):
     path.write_text(json.dumps(text))
     with pytest.raises(ValueError, match="constant of Cluster 'matmull'"):
         estimate(model, inputs.cluster(str(path)), plan)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_bind_their_group_to_the_gpu_that_they_measure(rank, tmp_path, monkeypatch):
+    bound = bound_devices(monkeypatch, gpus=2)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of the process that starts them
+    measured = []
+    monkeypatch.setattr(command, "measure", lambda device, *_: measured.append(device))
+    monkeypatch.setattr(command.os, "_exit", lambda code: None)
+    command._rank(rank, 2, True, 1.0, str(tmp_path), str(tmp_path / "found"), None)
+    assert bound == measured == [torch.device("cuda", rank)]
 
 
 def test_bad_arguments_name_themselves(tmp_path):
