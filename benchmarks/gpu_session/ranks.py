@@ -7,6 +7,7 @@ a result is wrong.
 import contextlib
 import datetime
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,8 @@ def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False, o
     bound: dict[str, Any] = {}
     if kind == "cuda":
         torch.cuda.set_device(device_of(kind))
+        # torch 2.15 binds every group to a GPU: of this number, else of the rank's.
+        os.environ["LOCAL_RANK"] = str(device_of(kind).index)
         bound = {"device_id": device_of(kind)} if eager else {}
     backend = backend_of(kind == "cuda", offload=offload)
     files = dist.FileStore(store, size)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ steps, and with the most that a step has beside.
 """
 
 import functools
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -87,6 +88,7 @@ def _begin(rank: int, ranks: int, name: str, shape: Shape, store: str) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(rank)  # the GPU to which torch 2.15 binds the group
     elif shape.keep_memory or name.startswith("trainer"):
         keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -18,6 +18,7 @@ from parallel_ops.ops.attention.options import BACKENDS
 from parallel_ops.planner.plan import SCHEDULES
 from support.further import thinned
 from support.ranks.answers import answer
+from support.transports.bound_device import bound_devices
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,17 @@ NAMES_OF_RANKS = (
 def test_proofs_over_ranks(two, tmp_path, name):
     proof = proofs()[name]
     two.run(proof.run, "cpu", str(tmp_path / "store"), *proof.arguments, seconds=120)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_ranks_that_share_a_gpu_bind_their_groups_to_it(eager, tmp_path, monkeypatch):
+    bound = bound_devices(monkeypatch, gpus=8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for rank in range(2):
+        with ranks.group(rank, 2, "cuda", str(tmp_path / "store"), eager=eager):
+            pass
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert bound == [ranks.device_of("cuda")] * 2
 
 
 def test_settings_of_every_proof_are_valid(tmp_path):
