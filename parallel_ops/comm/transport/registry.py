@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _VARIABLE = "PARALLEL_OPS_TRANSPORT"
 _NAMES = ("c10d", "nccl")
+_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 if os.environ.get(_VARIABLE) == "nccl":
     set_environment(TWO_COMMUNICATORS)  # NCCL reads it when the first communicator is made, which is torch's
 
@@ -61,6 +62,13 @@ def use_transport(group: ProcessGroup, transport: Transport | Literal["c10d", "n
             f"but group is rank {group.rank()} of {group.size()}"
         )
     if transport == "nccl":
+        # The communicator of a group that is bound to its GPU is there, and NCCL has read its variables.
+        if group.bound_device_id is not None and _ORDER not in os.environ and group.rank() == 0:
+            _log.warning(
+                "use_transport: set %s=1 before init_process_group: torch has made its communicators, and NCCL may "
+                "start kernels of theirs and of parallel_ops's in another order on each rank",
+                _ORDER,
+            )
         set_environment(TWO_COMMUNICATORS)
     _chosen[group] = transport
 

@@ -1,7 +1,12 @@
 """The transport from end to end on the stand-in for NCCL, whose ranks are processes: what arrives, who may connect."""
 
-import pytest
+import os
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_ops.comm.transport.registry import use_transport
 from support.ranks.distributed import Raised, ranks
 from support.transports import nccl as support
 
@@ -61,6 +66,20 @@ def test_groups_send_over_torch_unless_asked_otherwise(variable, argument, name)
         order = found.pop("order")
         assert found == {"cpu": "c10d", "names": [name, name], "calls": own, "log": own * int(rank == 0)}
         assert argument != "nccl" or order == "1"
+
+
+@pytest.mark.parametrize(
+    ("bound", "variable", "said"), [("cuda:0", None, True), ("cuda:0", "0", False), (None, None, False)]
+)
+def test_an_order_of_launches_that_comes_too_late_is_said(bound, variable, said, monkeypatch, caplog):
+    """A group that is bound to its GPU, as torch 2.15 binds all of NCCL, has its communicator already."""
+    monkeypatch.setattr(os, "environ", {} if variable is None else {"NCCL_LAUNCH_ORDER_IMPLICIT": variable})
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    group.bound_device_id = None if bound is None else torch.device(bound)
+    for _ in range(2):
+        use_transport(group, "nccl")
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == said and all("NCCL_LAUNCH_ORDER_IMPLICIT=1" in text for text in warned)
 
 
 def test_a_misspelt_transport_raises_on_every_rank():
