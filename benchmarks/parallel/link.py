@@ -26,6 +26,7 @@ from benchmarks.harness import options, results
 from benchmarks.harness.environment import describe
 from benchmarks.harness.timing import Call, HostTimer, Rounds, Timer, device_timer, take_turns
 from parallel_ops._internal.command_line import fail
+from parallel_ops.comm.nccl.connect import TWO_COMMUNICATORS, set_environment
 from parallel_ops.comm.transport.base import Capabilities, Handle, Receive, Send, Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.comm.transport.registry import transport_of, use_transport
@@ -161,6 +162,8 @@ class Session:
         self.transport, self.group, self.cpu_time = transport, None, cpu_time
         self.folder = options.folder(output, quick)
         if transport != "paced":
+            if transport == "nccl":  # which NCCL reads in the next line
+                set_environment(TWO_COMMUNICATORS)
             dist.init_process_group("nccl" if on_gpu else "gloo")
             self.group, self.size = dist.group.WORLD, dist.get_world_size()
         self.shared = {"dtype": dtype, "size": self.size, **dataclasses.asdict(describe(self.device))}
