@@ -100,4 +100,6 @@ def _times(text: str, link: float) -> Times:
         forward, input_grad, weight_grad = map(float, text.split(","))
     except ValueError:
         raise ValueError(f"--times must be three numbers, F,I,W, got {text!r}") from None
+    if forward == input_grad == weight_grad == 0:
+        raise ValueError(f"--times must have a number above 0, got {text!r}")
     return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)

@@ -67,12 +67,12 @@ def memory_text(simulation: Simulation, memory: Timeline, width: int) -> Text:
     margin, _, columns = _columns(simulation, width)
     totals, step = memory.totals, memory.times[-1]
     peak = max(totals)
-    most = [0] * columns
+    most = [-1] * columns
     for index, total in enumerate(totals):
         first = int(memory.times[index] / step * columns)
         last = max(first + 1, round(memory.times[index + 1] / step * columns))
         for column in range(first, min(last, columns)):
-            if total > totals[most[column]]:
+            if most[column] < 0 or total > totals[most[column]]:
                 most[column] = index
     out, names = Text(no_wrap=True, overflow="crop"), memory.shown()
     for row in range(_ROWS, 0, -1):

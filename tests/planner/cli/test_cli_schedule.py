@@ -94,6 +94,7 @@ def test_bad_input(run, tmp_path):
     for extra, message in (
         (["--kind", "2f2b"], "kind must be one of gpipe, 1f1b"),
         (["--times", "1,2"], "--times must be three numbers, F,I,W, got '1,2'"),
+        (["--times", "0,0,0"], "--times must have a number above 0, got '0,0,0'"),
         (["--times", "1,-2,3"], "input_grad must be finite and not negative, got -2.0"),
         (["--memory-limit", 4], "memory_limit and retained are for zb-2p"),
         (["--output", tmp_path / "x.gif"], "must end in .svg or .png"),

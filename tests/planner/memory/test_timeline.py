@@ -5,6 +5,7 @@ import pytest
 from parallel_ops.planner import Plan, estimate, presets
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.memory.timeline import memory_timeline
+from parallel_ops.planner.pictures.drawing import memory_text
 
 MODEL, CLUSTER = presets.model("llama2-7b"), presets.cluster("h100x8")
 V = {"virtual_stages": 2}
@@ -69,3 +70,13 @@ def test_a_rank_that_is_not_there():
     plan = Plan(dp=8, global_batch=16)
     with pytest.raises(ValueError, match=r"rank must be from 0 to 0 for pp=1, got 1"):
         memory_timeline(MODEL, CLUSTER, plan, simulation(MODEL, CLUSTER, plan), 1)
+
+
+def test_the_picture_follows_memory_below_its_first_value():
+    """Without a pipeline a step begins with its peak: the logits of a large vocabulary."""
+    plan = Plan(dp=8, zero=2, recompute="full", global_batch=64)
+    steps, (timeline,) = timelines(presets.model("llama3-1b"), CLUSTER, plan)
+    assert timeline.totals[0] == max(timeline.totals) > 1.5 * timeline.totals[1]
+    rows = memory_text(steps, timeline, width=400).plain.split("\n")[:10]
+    lowest = min(sum(row[column] != " " for row in rows) for column in range(len("rank 0 "), len(rows[0])))
+    assert lowest == sum(row + 0.5 <= 10 * min(timeline.totals) / timeline.totals[0] for row in range(10))
