@@ -196,20 +196,24 @@ def _million(estimate: Estimate) -> float:
 def run(found: Expected) -> Table:
     """Cost of a whole run."""
     out = new_table("The run", "", ">")
-    out.add_row("days", f"{found.days:,.1f}")
+    out.add_row(*("days", _short(found.days)) if found.days >= 1 else ("hours", f"{24 * found.days:,.2f}"))
     out.add_row("steps", f"{found.steps:,.0f}")
     saved = f"a checkpoint of {found.checkpoint:,.0f} s every {found.interval / 60:,.0f} min"
     lost = f"{found.failures:,.1f} failures; {saved}"
     out.add_row(f"goodput ({lost})", f"{found.goodput:.1%}")
-    out.add_row("GPU hours", f"{found.gpu_hours:,.0f}")
+    out.add_row("GPU hours", _short(found.gpu_hours))
     for label, value in (
         ("price of the GPU hours", found.money),
         ("kWh", found.kwh),
         ("price of the energy", found.energy),
     ):
         if value:
-            out.add_row(label, f"{value:,.0f}")
+            out.add_row(label, _short(value))
     return out
+
+
+def _short(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def memory(estimate: Estimate) -> Table:

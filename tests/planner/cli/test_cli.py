@@ -161,6 +161,11 @@ class TestEstimate:
         assert "TP 8 without sequence parallelism keeps activations that could be sharded" in rules
         assert not any(name in out for name in RULES)
 
+    def test_a_run_of_minutes_is_no_zero(self, run):
+        out = run("estimate", *SMALL, *PLAN, "--run", "20M", "--price", 2)[1]
+        rows = dict(line.rsplit(maxsplit=1) for line in out.splitlines() if len(line.split()) > 1)
+        assert 0 < float(rows["hours"]) < 24 and 0 < float(rows["GPU hours"]) < 100
+
     def test_cost(self, run):
         data = json.loads(run("estimate", *SMALL, *PLAN, "--price", 2, "--json")[1])
         assert data["cost"] == pytest.approx(2 * 16 * data["step"] / 3600)
