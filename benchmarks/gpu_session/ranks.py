@@ -7,7 +7,6 @@ a result is wrong.
 import contextlib
 import datetime
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_ops import ParallelMesh, all_gather_linear, linear_reduce_scatter
+from parallel_ops._internal.distributed.compat import use_gpu
 
 # Sums over ranks, and attention in blocks, round otherwise than one process does.
 TOLERANCE = 2e-4
@@ -49,9 +49,7 @@ def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False, o
 
     bound: dict[str, Any] = {}
     if kind == "cuda":
-        torch.cuda.set_device(device_of(kind))
-        # torch 2.15 binds every group to a GPU: of this number, else of the rank's.
-        os.environ["LOCAL_RANK"] = str(device_of(kind).index)
+        use_gpu(device_of(kind))
         bound = {"device_id": device_of(kind)} if eager else {}
     backend = backend_of(kind == "cuda", offload=offload)
     files = dist.FileStore(store, size)  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ steps, and with the most that a step has beside.
 """
 
 import functools
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -40,6 +39,7 @@ from benchmarks.training.steps import (
     write_tokens,
 )  # fmt: skip
 from parallel_ops._internal.command_line import fail
+from parallel_ops._internal.distributed.compat import use_gpu
 from parallel_ops.train import Trainer
 from parallel_ops.train.launch.malloc import keep_freed_memory
 from parallel_ops.train.report.metrics import Metrics
@@ -87,8 +87,7 @@ def _begin(rank: int, ranks: int, name: str, shape: Shape, store: str) -> None:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(rank)  # the GPU to which torch 2.15 binds the group
+        use_gpu(device)
     elif shape.keep_memory or name.startswith("trainer"):
         keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

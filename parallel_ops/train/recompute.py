@@ -9,14 +9,14 @@ Sources: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198.
 """
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from parallel_ops._internal.distributed.compat import selective_options
 from parallel_ops.layers.experts import Experts
 
 KINDS = ("none", "selective", "full", "experts")
@@ -62,9 +62,7 @@ def recompute(model: nn.Module, names: Sequence[str], kind: str, *, every: int =
     options: dict[str, Any] = {"checkpoint_impl": CheckpointImpl.NO_REENTRANT, "preserve_rng_state": draws}
     if kind == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        # What is kept stays on the device, also of offloaded blocks. 2.15 warns if nobody says so.
-        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-            options["respect_saved_tensors_hooks"] = False
+        options |= selective_options()  # what is kept stays on the device, also of offloaded blocks
     for name in names[::every]:
         parent, _, child = name.rpartition(".")
         module = model.get_submodule(name)

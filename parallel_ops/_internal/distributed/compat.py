@@ -3,6 +3,8 @@ knows versions, but ``fsdp`` those of FSDP2."""
 
 import contextlib
 import functools
+import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group  # type: ignore[attr-defined]
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils.checkpoint import checkpoint
 
 # 2.13 renamed the two and warns at every call of the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,6 +69,20 @@ def replicate(module: Module, **options: Any) -> None:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicate(module, **options)
+
+
+def use_gpu(device: torch.device) -> None:
+    """Makes a GPU this process's own, before ``init_process_group``. ``device`` has an index."""
+    torch.cuda.set_device(device)
+    # 2.15 binds groups of NCCL to the GPU of this number, which may be that of the process that started the ranks.
+    os.environ["LOCAL_RANK"] = str(device.index)
+
+
+def selective_options() -> dict[str, Any]:
+    """Options of ``checkpoint`` with which what selective recomputation keeps passes no hooks of saved tensors."""
+    # 2.15 warns where hooks are in place and nobody has said so.
+    known = inspect.signature(checkpoint).parameters
+    return {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in known else {}
 
 
 def in_backward() -> bool:

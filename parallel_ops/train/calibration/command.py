@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
+from parallel_ops._internal.distributed.compat import use_gpu
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import GPU, Cluster
 from parallel_ops.train.calibration.fit import Measured, as_json, cluster_of
@@ -62,9 +63,7 @@ def _rank(
 ) -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)
-        # torch 2.15 binds the group to the GPU of this number, which may be that of the process that started the ranks.
-        os.environ["LOCAL_RANK"] = str(rank)
+        use_gpu(device)
     else:
         keep_freed_memory()  # as in training
     if ranks > 1 and not cuda:
