@@ -1,10 +1,11 @@
 """Samples of several sources, by weight.
 
-Of each ``_CYCLE`` samples in a row, a source has a share of its weight, at even distances, so a batch has about that
-share too. Each source goes through its
-own epochs, in its own order. Which sample of which source a sample is, is computed from its number alone.
+Of each ``_CYCLE`` samples in a row, a source has a share of its weight, rounded to whole samples and one at least, at
+even distances, so a batch has about that share too. Each source goes through its own epochs, in its own order. Which
+sample of which source a sample is, is computed from its number alone.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ class Mixture(Composite):
     """
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
-        self.sources, self.weights = list(sources), [weight / sum(weights) for weight in weights]
+        # By a power of two, which changes no quotient: the sum would be infinite for weights near the largest float.
+        scaled = [math.ldexp(weight, -math.frexp(max(weights))[1]) for weight in weights]
+        self.sources, self.weights = list(sources), [weight / sum(scaled) for weight in scaled]
         first = self.sources[0]
         self.seq_length, self.seed = first.seq_length, first.seed
         self.document_mask, self.shuffle = first.document_mask, first.shuffle
@@ -51,9 +54,9 @@ class Mixture(Composite):
 
     def details(self, taken: int) -> list[str]:
         lines = []
-        for number, (source, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
-            tokens, epochs = len(source.stream), taken * weight / source.in_epoch
-            lines += [f"source {number}: {weight:.2%}, {tokens:,} tokens, {epochs:.3g} epochs{source.fill}"]
+        for number, (source, share) in enumerate(zip(self.sources, self._quota / _CYCLE, strict=True)):
+            tokens, epochs = len(source.stream), taken * share / source.in_epoch
+            lines += [f"source {number}: {share:.2%}, {tokens:,} tokens, {epochs:.3g} epochs{source.fill}"]
         return lines
 
 

@@ -147,6 +147,16 @@ class TestMixture:
         a, b = mixture.place(first), mixture.place(first + 10_000)
         assert a[0] is b[0] and b[1] - a[1] == counts[sources.index(a[0])]
 
+    @pytest.mark.parametrize("weights", [[1e308, 1e308], [1.7e308, 1e-320], [5e-324, 5e-324], [1.0, 1e-9]])
+    def test_weights_of_any_size(self, tmp_path, weights):
+        sources = [Samples(TokenStream([path]), seq_length=4, seed=3) for path in sources_of(tmp_path)]
+        mixture = Mixture(sources, weights)
+        counts = np.bincount([sources.index(mixture.place(number)[0]) for number in range(10_000)])
+        assert counts.tolist() == ([5000, 5000] if weights[0] == weights[1] else [9999, 1])
+        # The description is of what is taken: of a small weight more than its share.
+        for line, count, source in zip(mixture.details(20_000), counts, sources, strict=True):
+            assert f"{count / 10_000:.2%}" in line and f" {2 * count / source.in_epoch:.3g} epochs" in line
+
     def test_a_batch_has_about_its_share(self, tmp_path):
         mixture = Mixture([Samples(TokenStream([p]), seq_length=4, seed=3) for p in sources_of(tmp_path)], [3, 1])
         for first in range(0, 1000, 16):
