@@ -46,7 +46,8 @@ def read(index: Path) -> tuple[np.dtype[Any], int, NDArray[np.int64]]:
     """The dtype of the tokens, their number, and the end of each document, int64.
 
     Raises:
-        ValueError: It is no such index, cut off, or of sequences that do not lie one behind the other; names the file.
+        ValueError: It is no such index, cut off, or of sequences or documents that do not lie one behind the other;
+        names the file.
     """
     size, head = index.stat().st_size, len(MAGIC) + struct.calcsize(_HEAD)
     with index.open("rb") as file:
@@ -65,6 +66,12 @@ def read(index: Path) -> tuple[np.dtype[Any], int, NDArray[np.int64]]:
     dtype = np.dtype(CODES[code])
     if not np.array_equal((ends - lengths) * dtype.itemsize, starts):
         raise ValueError(f"{index} has its sequences in another order than the .bin, or with gaps: write both anew")
-    # Each document's first sequence; the last entry is the number of sequences.
-    inner = firsts[(firsts > 0) & (firsts <= sequences)]
+    # Each document's first sequence; the last entry is the number of sequences, unless the last document was not ended.
+    if (np.diff(firsts, prepend=0, append=sequences) < 0).any():
+        raise ValueError(
+            f"{index} has documents that do not lie one behind the other in its {sequences} sequences: write it anew"
+        )
+    inner = firsts[firsts > 0]
+    if len(inner) and inner[-1] < sequences:
+        inner = np.append(inner, sequences)
     return dtype, int(ends[-1]) if sequences else 0, ends[inner - 1] if len(inner) else ends

@@ -1,6 +1,7 @@
 """One memory-mapped file of tokens. See ``tokens`` for the formats."""
 
 import functools
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def _array(path: Path) -> NDArray[np.integer]:
     try:
         # Unlike np.load it opens .npy alone, neither archives nor pickles.
         mapped: NDArray[np.integer] = np.lib.format.open_memmap(path, mode="r")
-    except ValueError as error:
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
         raise ValueError(f"{path} cannot be read as an array of integers: {error}") from None
     return mapped
 

@@ -145,6 +145,12 @@ def test_a_file_that_is_wrong_is_named(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(ValueError, match="3 bytes"):
         TokenStream([tmp_path / "odd.bin"])
+    np.save(tmp_path / "torn.npy", np.arange(9))
+    array = (tmp_path / "torn.npy").read_bytes()
+    for start, content in ((0, b"x"), (10, b"("), (10, bytes(60)), (10, b" {")):
+        (tmp_path / "torn.npy").write_bytes(array[:start] + content + array[start + len(content) :])
+        with pytest.raises(ValueError, match=r"torn\.npy cannot be read as an array of integers"):
+            TokenStream([tmp_path / "torn.npy"])
     np.save(tmp_path / "float.npy", np.zeros(3))
     with pytest.raises(ValueError, match="one dimension of integers"):
         TokenStream([tmp_path / "float.npy"])
@@ -162,6 +168,25 @@ def test_a_file_that_is_wrong_is_named(tmp_path):
     np.save(tmp_path / "short.npy", np.arange(4))
     with pytest.raises(ValueError, match="4 tokens, but a sequence needs 5"):
         Samples(TokenStream([tmp_path / "short.npy"]), seq_length=4, seed=0)
+
+
+def test_documents_of_an_index_have_all_its_tokens(tmp_path):
+    """Writers that never end a document, or not the last one, leave the index so."""
+    path = megatron(tmp_path, [np.arange(6), np.arange(6, 10), np.arange(10, 18)])  # six sequences
+    whole = (tmp_path / "corpus.idx").read_bytes()
+    head, body = whole[:26], whole[34:-32]
+
+    def lengths(*firsts):
+        content = head + struct.pack("<Q", len(firsts)) + body + np.array(firsts, "<i8").tobytes()
+        (tmp_path / "corpus.idx").write_bytes(content)
+        return TokenStream([path]).lengths.tolist()
+
+    assert lengths(0, 2, 4, 6) == [6, 4, 8] and lengths(0, 2, 2, 6) == [6, 0, 12]
+    assert lengths(0) == lengths() == [3, 3, 2, 2, 4, 4]
+    assert lengths(0, 2, 4) == [6, 4, 8] and lengths(0, 2) == [6, 12]
+    for wrong in ((0, 4, 2, 6), (0, 2, 7), (0, -1, 6), (-1, 6)):
+        with pytest.raises(ValueError, match=r"corpus\.idx has documents that do not lie one behind the other"):
+            lengths(*wrong)
 
 
 def test_hidden_files_suffixes_and_patterns(tmp_path):
