@@ -1,7 +1,7 @@
 """Reads the micro-batches of a step while the previous step is computed."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.train.data.any_samples import AnySamples
-from parallel_ops.train.data.batches import Batch, batch_of, shares
+from parallel_ops.train.data.batches import Batch, Sequence, batch_of, shares
 from parallel_ops.train.data.by_length import ByLength
 from parallel_ops.train.data.vocabulary import outside
 
@@ -71,25 +71,26 @@ class Loader:
 
     def _read_all(self, numbers: tuple[range, ...], by_length: ByLength) -> Batch:
         """This rank's part of the micro-batches of all replicas."""
-        found = [sequence for part in numbers for sequence in self.samples.samples(part)]
-        return self._finished(by_length(batch_of(found, document_mask=True)), [n for part in numbers for n in part])
-
-    def _unknown(self, token: int, numbers: Iterable[int]) -> str:
-        number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0].tokens)
-        file, document = self.samples.file_of(number, token)
-        return f"data: {file.path} has token {token}, in its document {document}, {outside(self.vocabulary or 0)}"
+        found = [sequence for part in numbers for sequence in self._sequences(part)]
+        return self._finished(by_length(batch_of(found, document_mask=True)))
 
     def read(self, numbers: range) -> Batch:
         """A micro-batch of these samples, of any number. Raises as ``step`` does."""
-        return self._finished(self.samples.batch(numbers), numbers)
+        return self._finished(batch_of(self._sequences(numbers), document_mask=self.samples.document_mask))
 
-    def _finished(self, batch: Batch, numbers: Iterable[int]) -> Batch:
-        """The batch after the check of its tokens, pinned and with its layout."""
-        if self.vocabulary is not None:
-            # The targets of a batch may all be ignored.
-            for found in (int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.targets.max()))):
-                if not 0 <= found < self.vocabulary:
-                    raise ValueError(self._unknown(found, numbers))
+    def _sequences(self, numbers: range) -> list[Sequence]:
+        """The samples after the check of their tokens. Targets of a batch do not show all: -100 has no token."""
+        found = self.samples.samples(numbers)
+        for number, sequence in zip(numbers, found, strict=True):
+            for token in (int(sequence.tokens.min()), int(sequence.tokens.max())):
+                if self.vocabulary is not None and not 0 <= token < self.vocabulary:
+                    file, document = self.samples.file_of(number, token)
+                    place = f"data: {file.path} has token {token}, in its document {document}"
+                    raise ValueError(f"{place}, {outside(self.vocabulary)}")
+        return found
+
+    def _finished(self, batch: Batch) -> Batch:
+        """The batch pinned and with its layout."""
         if self.pinned:
             batch = batch.pinned()
         if self._layout is not None and batch.cu_seqlens is not None:

@@ -82,7 +82,9 @@ class Samples(AnySamples):
         self._draw(epoch)
         sequence = int(self._order_of(np.array([own]))[0])
         pieces = self._pieces(sequence)
-        document = next(document for document, *place in pieces if token in self.stream.document(document, *place))
+        document = next(
+            document for document, *place in pieces if token in self.stream.document(document, *place).astype(np.int64)
+        )
         file, own = self.stream.place(document)
         return file, own + (file.before if isinstance(file, Slice) else 0)
 
