@@ -1,7 +1,9 @@
 """Splits a stream of documents in two: what is trained on, and what is held out for evaluation."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +19,11 @@ class Slice:
         file: ``first < last``, at most its number of tokens.
 
     Attributes:
-        before: Documents of the file that end before the slice.
+        first, last: As given. before: Documents of the file that end before the slice.
     """
 
     def __init__(self, file: Documents, first: int, last: int) -> None:
-        self._file, self._first, self._last = file, first, last
+        self._file, self.first, self.last = file, first, last
         self.path, self.dtype, self.masks = file.path, file.dtype, file.masks
         ends = np.cumsum(file.lengths)
         self.before = int(np.searchsorted(ends, first, side="right"))
@@ -47,11 +49,11 @@ class Slice:
         """All tokens, in arrays of some megabytes, read lazily."""
         start = 0
         for block, counts in self._file.blocks():
-            own = slice(max(0, self._first - start), max(0, self._last - start))
+            own = slice(max(0, self.first - start), max(0, self.last - start))
             if len(part := block[own]):
                 yield part, None if counts is None else functools.partial(_part_of, counts, own)
             start += len(block)
-            if start >= self._last:
+            if start >= self.last:
                 return
 
 
@@ -71,6 +73,23 @@ def split(stream: TokenStream, share: float) -> tuple[TokenStream, TokenStream]:
     streams = _part(stream, 0, first), _part(stream, first, len(stream))
     streams[0].skipped = list(stream.skipped)
     return streams
+
+
+def in_both(stream: TokenStream, other: TokenStream) -> list[Path]:
+    """The files of ``other`` of which some tokens are in ``stream`` too, by whatever name."""
+    extents: dict[str, list[tuple[int, int]]] = {}
+    for file in stream.files:
+        extents.setdefault(os.path.realpath(file.path), []).append(_extent(file))
+    found = []
+    for file in other.files:
+        first, last = _extent(file)
+        if any(first < end and begin < last for begin, end in extents.get(os.path.realpath(file.path), ())):
+            found.append(file.path)
+    return found
+
+
+def _extent(file: Documents) -> tuple[int, int]:
+    return (file.first, file.last) if isinstance(file, Slice) else (0, int(file.lengths.sum()))
 
 
 def _part(stream: TokenStream, first: int, last: int) -> TokenStream:

@@ -15,6 +15,7 @@ from parallel_ops._internal.files import described
 from parallel_ops._internal.module_names import some_of
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import ModuleChain, cut
+from parallel_ops.train.data.split import in_both
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -139,7 +140,7 @@ def _counted(samples: "AnySamples") -> str:
 
 
 def warnings(data: "AnySamples", evaluation: "AnySamples | None") -> list[str]:
-    """Warnings about files that are not read, and about data of which nothing counts."""
+    """Warnings about files that are not read, data of which nothing counts, and evaluation data that is trained on."""
     found = []
     for name, samples in (("data", data), ("evaluation", evaluation)):
         if samples is None:
@@ -154,6 +155,10 @@ def warnings(data: "AnySamples", evaluation: "AnySamples | None") -> list[str]:
                 f"warning: {name}: no token counts in the loss, since the masks leave out all; data.prompt_loss = true "
                 "counts them"
             )
+    if evaluation is not None and (both := in_both(data.stream, evaluation.stream)):
+        found.append(
+            f"warning: evaluation: the data that is trained on has tokens of {some_of(list(map(str, both)))} too"
+        )
     return found
 
 
