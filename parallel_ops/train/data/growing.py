@@ -23,7 +23,7 @@ from parallel_ops.train.data.tokens import TokenStream, files_of
 _SEEDS = 0x2545F4914F6CDD1D
 
 # A file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens, and
-# their digest.
+# their digest, with "/" and that of its mask behind it if it has one.
 File = tuple[int, str, int, str]
 # Opens files, as ``TokenStream`` with the options of a run.
 Open = Callable[[Sequence[Path]], TokenStream]
@@ -121,7 +121,7 @@ class Growing(Composite):
             for file in found.files
         ]
         streams = {place: self._stream(*place) for place in there if place not in known}
-        new = [(*place, len(stream), stream.digest[0]) for place, stream in streams.items()]
+        new = [(*place, len(stream), _digest(stream)) for place, stream in streams.items()]
         tokens = sum(len(stream) for stream in streams.values())
         if tokens <= self.seq_length:
             if not self.parts:
@@ -139,13 +139,16 @@ class Growing(Composite):
         return TokenStream.of([file for number, name, *_ in files for file in self._stream(number, name).files])
 
     def _check(self, number: int, name: str, tokens: int, digest: str | None = None) -> None:
-        """``digest`` is ``None`` in checkpoints from before there was one."""
+        """``digest`` is ``None`` in checkpoints from before there was one, and without a mask where none was read."""
         if (now := len(self._stream(number, name))) != tokens:
             raise ValueError(
                 f"data: {self._paths[number] / name} has {now:,} tokens, and had {tokens:,} when it was listed"
             )
-        if digest is not None and self._stream(number, name).digest[0] != digest:
-            raise ValueError(f"data: {self._paths[number] / name} has other tokens than when it was listed")
+        known = [] if digest is None else digest.split("/")
+        if any(a != b for a, b in zip(known, _digest(self._stream(number, name)).split("/"), strict=False)):
+            raise ValueError(
+                f"data: {self._paths[number] / name} has other tokens, or another mask, than when it was listed"
+            )
 
     def _add(self, files: list[File]) -> None:
         for file in files:
@@ -161,3 +164,7 @@ class Growing(Composite):
     def place(self, number: int) -> tuple[Samples, int]:
         part = bisect.bisect_right(self._firsts, number) - 1
         return self._samples[part], number - self._firsts[part]
+
+
+def _digest(stream: TokenStream) -> str:
+    return "/".join(part for part in stream.digest if part is not None)

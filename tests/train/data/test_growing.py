@@ -86,11 +86,32 @@ class TestSamples:
         problem = growing(folder).problem(samples.described())
         assert problem.endswith("a.npy has 90 tokens, and had 101 when it was listed")
         put(folder, "a", 7, 101)
-        assert growing(folder).problem(samples.described()).endswith("a.npy has other tokens than when it was listed")
+        assert (
+            growing(folder)
+            .problem(samples.described())
+            .endswith("a.npy has other tokens, or another mask, than when it was listed")
+        )
         assert growing(folder).problem({"growing": listed(samples.parts)}) is None  # of a checkpoint from before
         (folder / "a.npy").unlink()
         assert growing(folder).problem(samples.described()).endswith("a.npy does not exist")
         assert growing(folder).problem({"growing": [["x"]]}) is not None
+
+    def test_another_mask_is_other_data(self, tmp_path):
+        folder = tmp_path / "data"
+        put(folder, "a", 0, 41)
+        before = growing(folder)
+        before.reach(1, here)
+        (folder / "a.mask").write_bytes(bytes([0, 1] * 20 + [1]))
+        samples = growing(folder)
+        samples.reach(1, here)
+        assert growing(folder).problem(samples.described()) is None
+        # As without a mask, or with ``prompt_loss``.
+        assert growing(folder).problem(before.described()) is None
+        (folder / "a.mask").write_bytes(bytes([1, 0] * 20 + [1]))
+        problem = growing(folder).problem(samples.described())
+        assert problem.endswith("a.npy has other tokens, or another mask, than when it was listed")
+        (folder / "a.mask").unlink()
+        assert growing(folder).problem(samples.described()) is None
 
     def test_a_pattern_and_what_is_not_read(self, tmp_path):
         for name in ("in1", "in2"):
