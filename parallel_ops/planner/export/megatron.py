@@ -3,7 +3,7 @@
 On GPUs before Blackwell, Megatron-LM requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` in the environment for tensor or
 context parallelism, and another value for Megatron-FSDP (ZeRO 2 and 3): ``launcher.py`` sets it.
 
-Options: ``megatron/training/arguments.py`` and ``TransformerConfig`` of Megatron Core 0.16.
+Options: ``megatron/training/arguments.py`` and ``TransformerConfig`` of Megatron Core 0.16 to 0.19.
 """
 
 import shlex
@@ -45,15 +45,39 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield f"it keeps inputs in fp8 for fp8 products only, not {plan.dtype}"
     if plan.moment_dtype != "fp32" and plan.zero != 1:
         yield "its precision-aware optimizer is the distributed one, ZeRO 1"
+    yield from _overlap_problems(model, plan)
+    if {"full", "moe"} & set(plan.recompute.split("+")) and plan.cuda_graph == "attention":
+        yield "it recomputes no layer with a CUDA graph inside"
+    if plan.capacity_factor and plan.dispatcher == "deepep":
+        yield "its DeepEP pads no experts to a capacity; add dispatcher=all_to_all or hybridep"
+    if plan.pp > 1 and plan.tp > 1 and plan.scatter_gather and not plan.sequence_parallel:
+        yield "its pipeline splits messages by sequence parallelism alone; add scatter_gather=false"
+    graphed = {"none": (), "attention": ("core_attn",), "full": ("core_attn", "mlp", "moe")}[plan.cuda_graph]
+    if model.dropout and {*graphed} & {*recomputed(plan.recompute, plan.flash_attention)}:
+        yield "its CUDA graphs recompute nothing with dropout"
+    if model.experts and model.bias == "all" and plan.expert_shards > 1:
+        yield "its experts with biases are not split by tensor parallelism; add expert_tp=1"
+
+
+def _overlap_problems(model: Model, plan: Plan) -> Iterator[str]:
     if plan.ep_overlap and plan.pp > 1 and plan.schedule != "interleaved":
         yield "it overlaps the all-to-alls of experts in its interleaved schedule"
-    again = {"full", "moe"} & set(plan.recompute.split("+"))
-    if again and plan.ep_overlap and plan.ep > 1:
+    if not plan.ep_overlap or plan.ep == 1:
+        return
+    if {"full", "moe"} & set(plan.recompute.split("+")):
         yield "it overlaps the all-to-alls of experts that it does not recompute"
-    if again and plan.cuda_graph == "attention":
-        yield "it recomputes no layer with a CUDA graph inside"
+    if plan.dtype == "fp32":
+        yield "it overlaps the all-to-alls of experts in 16 bits, not fp32"
+    if plan.pp == 1 and model.prediction_layers:
+        # Core 0.16 and 0.17.
+        yield "it overlaps the all-to-alls of experts beside multi-token prediction in a pipeline only"
+
+
+def _models(model: Model) -> Iterator[str]:
     if model.bias == "qkv" and model.latent is not None:
         yield "latent attention has no bias"
+    if model.prediction_layers and model.positions != "rotary":
+        yield "its multi-token prediction has rotary positions"
 
 
 def _memory_problems(model: Model, plan: Plan) -> Iterator[str]:
@@ -67,13 +91,20 @@ def _memory_problems(model: Model, plan: Plan) -> Iterator[str]:
         yield "it offloads activations without a pipeline and without recomputation"
     if "activations" in plan.offload and not 0 < plan.offload_layers < model.num_layers:
         yield f"it offloads the activations of some layers: offload_layers of 1 to {model.num_layers - 1}"
+    if "activations" in plan.offload and plan.cuda_graph != "none":
+        yield "it offloads no activations of a CUDA graph"
     if plan.recompute_layers and (plan.recompute != "full" or plan.recompute_layers % (plan.pp * plan.virtual_stages)):
         yield "it recomputes whole layers, the same number in each chunk"
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    # Transformer Engine keeps the inputs of fp8 matmuls in fp8.
-    return {"fused_loss": False, "fsdp": False, "activation_dtype": "fp8" if plan.dtype in _RECIPES else ""}
+    return {
+        "fused_loss": False,
+        "fsdp": False,
+        # Transformer Engine keeps the inputs of fp8 matmuls in fp8.
+        "activation_dtype": "fp8" if plan.dtype in _RECIPES else "",
+        "scatter_gather": plan.sequence_parallel or plan.tp == 1,
+    }
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -167,11 +198,13 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
         yield "--cuda-graph-impl", "local" if whole else "transformer_engine"
         router = ["moe_router", "moe_preprocess"] if model.experts else []
         yield "--cuda-graph-scope", *(["full_iteration"] if whole else ["attn", *router])
+        # The check would read the loss on the host in the middle of the graph.
+        yield from [("--no-check-for-nan-in-loss-and-grad",)] if whole else []
+        # Core 0.16 and 0.17 ask for it in training, too.
+        yield from [("--moe-pad-experts-for-cuda-graph-inference",)] if whole and plan.ep > 1 else []
     if plan.overlap and plan.dp > 1:
         yield ("--overlap-grad-reduce",)
         yield from [("--overlap-param-gather",)] if plan.zero else []
-    if plan.pp > 1 and plan.tp > 1 and not plan.scatter_gather:
-        yield ("--no-scatter-gather-tensors-in-pipeline",)
 
 
 def _dispatcher(plan: Plan) -> Iterator[Option]:
@@ -199,14 +232,14 @@ def _precision(plan: Plan) -> Iterator[Option]:
     if plan.offload == "optimizer":
         yield ("--optimizer-cpu-offload",)
     if plan.offload == "activations":
-        yield ("--cpu-offloading",)
-        yield "--cpu-offloading-num-layers", str(plan.offload_layers)
+        yield "--cpu-offloading-num-layers", str(plan.offload_layers)  # turns it on
     if plan.offload == "optimizer" or plan.moment_dtype == "bf16":
         yield ("--use-precision-aware-optimizer",)
     if plan.moment_dtype == "bf16":
         yield "--exp-avg-dtype", "bf16"
         yield "--exp-avg-sq-dtype", "bf16"
     if plan.inplace_loss:
+        # pretrain_gpt.py refuses it since Core 0.18, for its stability; Megatron-Bridge runs it.
         yield ("--cross-entropy-loss-fusion",)
         yield "--cross-entropy-fusion-impl", "te"
 
@@ -263,6 +296,7 @@ MEGATRON = ExportTarget(
         "master_bytes": ((4,), "its master weights are in fp32"),
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
+    models=_models,
     problems=_problems,
     own=_own,
 )

@@ -82,7 +82,7 @@ def dispatched(options: SearchOptions, model: Model, cluster: Cluster) -> Callab
     """Gives plans with expert parallelism DeepEP where the target has it; without a target, where Megatron-LM runs the
     plan.
 
-    A dispatcher that was asked for stays.
+    A dispatcher that was asked for stays, and so do all-to-alls of experts with a capacity, to which DeepEP cannot pad.
     """
     named = options.dispatcher or "dispatcher" in options.fixed or options.base.dispatcher != "all_to_all"
     system = find_target(options.target or "megatron")
@@ -91,7 +91,7 @@ def dispatched(options: SearchOptions, model: Model, cluster: Cluster) -> Callab
     anyhow = bool(options.target) or options.any_system
 
     def with_deepep(plan: Plan) -> Plan:
-        if plan.ep == 1 or not (anyhow or system.runs(model, cluster, plan)):
+        if plan.ep == 1 or plan.capacity_factor or not (anyhow or system.runs(model, cluster, plan)):
             return plan
         return unchecked(plan, dispatcher="deepep")
 

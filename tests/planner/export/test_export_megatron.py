@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_ops.planner import Plan, presets
+from parallel_ops.planner import Plan, SearchOptions, presets, search
 from parallel_ops.planner.export import export, find_target
 from support.planning.exports import best_plans
 
@@ -189,6 +189,48 @@ def test_megatron_has_the_recipes_of_2026(megatron, monkeypatch):
     assert "scale a row" in target.problem(deepseek, cluster, replace(plan, dtype="fp8_rowwise"))
     assert "recompute=operators" in target.problem(deepseek, cluster, replace(plan, recompute="operators"))
     offload = Plan(dp=64, zero=3, fsdp=False, offload="activations", offload_layers=20, global_batch=256)
-    assert "--cpu-offloading-num-layers 20" in export("megatron", dense, presets.cluster("gb200x64"), offload)
+    text = export("megatron", dense, presets.cluster("gb200x64"), offload)
+    # arguments.py has no --cpu-offloading: the number of layers turns it on.
+    assert "--cpu-offloading-num-layers 20" in text and "--cpu-offloading " not in text
     whole = replace(offload, offload_layers=0)
     assert "of 1 to 79" in target.problem(dense, presets.cluster("gb200x64"), whole)
+
+
+def test_megatron_has_what_its_arguments_are_checked_for():
+    """Conditions of ``validate_args`` and ``TransformerConfig`` of Core 0.16 to 0.19."""
+    target, cluster = find_target("megatron"), presets.cluster("h100x64")
+    experts = presets.model("qwen3-30b-a3b")
+    plan = Plan(dp=64, ep=8, zero=1, fsdp=False, global_batch=256, cuda_graph="full")
+    text = export("megatron", experts, cluster, plan)
+    assert "--no-check-for-nan-in-loss-and-grad" in text and "--moe-pad-experts-for-cuda-graph-inference" in text
+    plan = replace(plan, cuda_graph="none")
+    assert "--no-check" not in export("megatron", experts, cluster, plan)
+    padded = replace(plan, capacity_factor=1.25)
+    assert "capacity" in target.problem(experts, cluster, replace(padded, dispatcher="deepep"))
+    assert target.problem(experts, cluster, replace(padded, dispatcher="hybridep")) is None
+    assert "16 bits" in target.problem(experts, cluster, replace(plan, ep_overlap=True, dtype="fp32"))
+    ahead = replace(experts, prediction_layers=1)
+    assert "multi-token" in target.problem(ahead, cluster, replace(plan, ep_overlap=True))
+    split = Plan(dp=16, tp=4, ep=8, zero=1, fsdp=False, sequence_parallel=True, global_batch=256)
+    biased = presets.model("gpt-oss-20b")
+    assert "expert_tp=1" in target.problem(biased, cluster, split)
+    assert target.problem(biased, cluster, replace(split, expert_tp=1)) is None
+    absolute = replace(presets.model("gpt3-175b"), prediction_layers=1)
+    assert "rotary" in target.problem(absolute, cluster, Plan(dp=64, fsdp=False, global_batch=64))
+    dropout = presets.model("gpt3-5b")
+    graphs = Plan(dp=64, fsdp=False, global_batch=64, recompute="core_attn", cuda_graph="attention")
+    assert dropout.dropout and "dropout" in target.problem(dropout, cluster, graphs)
+    assert target.problem(replace(dropout, dropout=False), cluster, graphs) is None
+    offload = Plan(dp=64, fsdp=False, global_batch=64, offload="activations", offload_layers=2, cuda_graph="full")
+    assert "graph" in target.problem(replace(dropout, dropout=False), cluster, offload)
+    whole = Plan(dp=8, tp=4, pp=2, fsdp=False, global_batch=64)
+    assert "scatter_gather=false" in target.problem(dropout, cluster, whole)
+    assert target.runs(dropout, cluster, whole)
+
+
+def test_a_search_finds_experts_with_a_capacity_for_megatron():
+    options = SearchOptions(
+        target="megatron", tp=(1,), pp=(1,), cp=(1,), micro_batches=(1,), fixed={"capacity_factor": 1.25}
+    )
+    best = search(presets.model("qwen3-30b-a3b"), presets.cluster("h100x64"), batch=256, options=options, keep=1).best
+    assert best.plan.ep > 1 and best.plan.dispatcher == "all_to_all"
