@@ -16,7 +16,7 @@ from parallel_ops.planner.pictures import drawing, figure
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 
 # Options of `schedule` that --plan takes the place of, as they are if not given.
-_NO_PIPELINE = (None, None, "1f1b", "1,1,1", 0.0, False)
+_NO_PIPELINE = (None, None, "1f1b", None, "1,1,1", 0.0, False, None)
 # Forward passes that are simulated one by one, in a minute (two cores of an EPYC, 2026-11).
 _MOST_PASSES = 1 << 20
 
@@ -50,7 +50,8 @@ def schedule_command(
     """
     memory = None
     if model and cluster and batch and plan:
-        if virtual_stages or memory_limit or (pp, micro_batches, kind, times, link, input_grad_first) != _NO_PIPELINE:
+        pipeline = (pp, micro_batches, kind, virtual_stages, times, link, input_grad_first, memory_limit)
+        if pipeline != _NO_PIPELINE:
             raise ValueError(
                 "schedule: --plan has the sizes, schedule and times of its pipeline; leave those options out"
             )
@@ -65,7 +66,7 @@ def schedule_command(
         raise ValueError("schedule takes --pp and --micro-batches, or --model, --cluster, --batch and --plan")
     else:
         durations = replace(_times(times, link), input_grad_first=input_grad_first)
-        stages = virtual_stages or (2 if kind == "interleaved" else 1)
+        stages = (2 if kind == "interleaved" else 1) if virtual_stages is None else virtual_stages
         _check_passes(pp, micro_batches, stages)
         options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
         if kind == "zb-2p":

@@ -98,10 +98,12 @@ def memory_text(simulation: Simulation, memory: Timeline, width: int) -> Text:
 
 def _columns(simulation: Simulation, width: int) -> tuple[int, float, int]:
     """Columns of the names of ranks, columns of a unit of time, and columns of the step."""
-    margin = len(f"rank {len(simulation.schedule) - 1} ")
+    ranks = len(simulation.schedule)
+    margin = len(f"rank {ranks - 1} ")
     room = max(1, width - margin)
     # A whole number of columns for the shortest pass keeps equal passes equally wide.
-    shortest = min(bar.end - bar.start for bar in bars(simulation, 0) if bar.end > bar.start)
+    passes = (bar for rank in range(ranks) for bar in bars(simulation, rank))
+    shortest = min(bar.end - bar.start for bar in passes if bar.end > bar.start)
     whole = int(room * shortest / simulation.step_time)
     scale = whole / shortest if whole else room / simulation.step_time
     return margin, scale, max(1, round(simulation.step_time * scale))

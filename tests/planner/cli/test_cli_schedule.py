@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-from parallel_ops.planner.schedules.schedule import KINDS
+from parallel_ops.planner.pictures import drawing
+from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 
 
 def work(data):
@@ -22,6 +23,15 @@ def test_the_picture_in_letters(run):
     lines = [line.replace(" ", "") for line in out.splitlines()]
     assert [line[5:].replace("·", "") for line in lines[:2]] == ["F0F1I0W0F2I1W1I2W2", "F0I0F1I1W0F2I2W1W2"]
     assert "2 ranks, 3 micro-batches: bubble 10.0%" in out
+
+
+def test_every_pass_has_a_column_where_there_is_room():
+    """Also those of other ranks that are shorter than all of rank 0."""
+    stages = [0.8, 0.5, 0.8, 0.5]
+    times = Times(forward=stages, input_grad=stages, weight_grad=stages)
+    picture = drawing.text(simulate(actions("zb-h1", 4, 12), times), 80).plain
+    for line in picture.splitlines()[:4]:
+        assert sum(map(line.count, "FIW")) == 3 * 12
 
 
 def test_every_kind(run):
@@ -79,6 +89,7 @@ def test_bad_input_for_a_plan(run):
         (PLAN, "schedule takes --pp and --micro-batches, or --model, --cluster, --batch and --plan"),
         (["--pp", 4, "--micro-batches", 8, "--rank", 0], "schedule takes --pp and --micro-batches, or --model"),
         ([*PLAN, *plan, "--pp", 4], "--plan has the sizes, schedule and times of its pipeline"),
+        ([*PLAN, *plan, "--virtual-stages", 0], "--plan has the sizes, schedule and times of its pipeline"),
         ([*PLAN, *plan, "--kind", "zb-v"], "--plan has the sizes, schedule and times of its pipeline"),
         ([*PLAN, *plan, "--rank", 4], "rank must be from 0 to 3 for pp=4, got 4"),
         ([*PLAN, "--plan", "pp=3"], "does not divide the 8 GPUs"),
@@ -97,6 +108,7 @@ def test_bad_input(run, tmp_path):
         (["--times", "0,0,0"], "--times must have a number above 0, got '0,0,0'"),
         (["--times", "1,-2,3"], "input_grad must be finite and not negative, got -2.0"),
         (["--memory-limit", 4], "memory_limit and retained are for zb-2p"),
+        (["--virtual-stages", 0], "virtual_stages must be a whole number of at least 1, got 0"),
         (["--output", tmp_path / "x.gif"], "must end in .svg or .png"),
         (["--output", tmp_path / "no" / "x.svg"], "No such file or directory"),
     ):
