@@ -102,7 +102,7 @@ def cluster(name: str, price: float | None = None) -> Cluster:
                 data[side] = _build(Interconnect, data[side], name)
         if "constants" in data:
             if not isinstance(data["constants"], dict):
-                raise ValueError(f"{name}: constants must be a JSON object, got {data['constants']!r}")
+                raise ValueError(f"{name}: constants must be a JSON object or a TOML table, got {data['constants']!r}")
             data["constants"] = tuple(sorted(data["constants"].items()))
         data.pop("measured", None)  # what calibrate measured, for people
         found = _build(Cluster, {"name": Path(name).stem, **data}, name)
@@ -278,7 +278,7 @@ def _read(name: str) -> dict[str, Any]:
 def _build(kind: Any, data: Any, name: str) -> Any:
     """A dataclass of type ``kind`` from the fields in the file ``name``."""
     if not isinstance(data, dict):
-        raise ValueError(f"{name}: {kind.__name__} must be a JSON object, got {data!r}")
+        raise ValueError(f"{name}: {kind.__name__} must be a JSON object or a TOML table, got {data!r}")
     known = {field.name for field in fields(kind)}
     if unknown := sorted(set(data) - known):
         raise ValueError(f"{name}: {kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
