@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops._internal.dispatch.autograd import once_differentiable
-from parallel_ops._internal.dispatch.checks import check_same_device
+from parallel_ops._internal.dispatch.checks import check_same_device, has_values
 from parallel_ops._internal.dispatch.registration import cast_to_autocast_dtype
 from parallel_ops._internal.gradients.grouped_matmul import MAX_GROUPS, check_ends, groups, sums
 from parallel_ops._internal.gradients.split_backward import check_memory, requested
@@ -120,7 +120,7 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, form: R
         raise ValueError(f"{_NAME}: offs must have shape [{len(weight)}], one for each expert, got {list(offs.shape)}")
     if x.shape[0] % form.rows:
         raise ValueError(f"{_NAME}: x has {x.shape[0]} rows, which {form.rows} must divide")
-    if not offs.is_cuda and not torch.compiler.is_compiling():
+    if has_values(offs):
         check_ends(_NAME, offs, x.shape[0])
         if wrong := [end for end in offs.tolist() if end % form.rows]:
             raise ValueError(f"{_NAME}: offs must be multiples of {form.rows}, got {wrong[0]}")

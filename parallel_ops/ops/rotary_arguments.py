@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, has_values
 from parallel_ops._internal.tensor_format import FORMATS, described, from_sbhd
 
 
@@ -109,7 +109,7 @@ def _check_sequences(op: str, x: Tensor, cos: Tensor, cu_seqlens: Tensor) -> Non
         raise ValueError(
             f"{op}: cu_seqlens must be [sequences + 1], for packed [t, h, d], got {list(cu_seqlens.shape)}"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if has_values(cu_seqlens):
         starts = cu_seqlens.tolist()
         longest = max(b - a for a, b in itertools.pairwise(starts))
         if starts[0] != 0 or starts[-1] != x.shape[0] or sorted(starts) != starts:
@@ -127,7 +127,7 @@ def _check_positions(op: str, x: Tensor, cos: Tensor, positions: Tensor) -> None
         allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys((x.shape[:1], x.shape[:-2])))
         raise ValueError(f"{op}: positions must have shape {allowed}, got {list(positions.shape)}")
     # Compiled, the kernel's own check remains, a RuntimeError: values are not known while tracing.
-    if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
+    if positions.numel() and has_values(positions):
         low, high = (int(v) for v in positions.aminmax())
         if low < 0 or high >= cos.shape[0]:
             raise ValueError(f"{op}: positions run from {low} to {high}, but cos has {cos.shape[0]} rows")

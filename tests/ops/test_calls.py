@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import parallel_ops
-from parallel_ops import bias_gelu
+from parallel_ops import bias_gelu, flash_attention, rotary_embedding
 from parallel_ops._internal.dispatch import autograd as _autograd
 from parallel_ops._internal.dispatch import registration as _registration
 from support.numerics.calls import BIAS, CALLS, X
@@ -129,6 +129,22 @@ def test_fake_tensors():
         (dx,) = torch.autograd.grad(y, x, torch.empty(6, 8))
     assert dx.shape == (6, 8)
     assert type(dx).__name__ == "FakeTensor"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: flash_attention(q, q, q, cu_seqlens=torch.tensor([0, 2, 6])),
+        lambda q: flash_attention(q, q, q, key_ranges=torch.zeros(2, 6, dtype=torch.int32)),
+        lambda q: rotary_embedding(q, *torch.zeros(2, 6, 4), positions=torch.arange(6)),
+        lambda q: rotary_embedding(q[:, 0], *torch.zeros(2, 6, 4), cu_seqlens=torch.tensor([0, 2, 6])),
+    ],
+    ids=["documents", "ranges", "positions", "packed"],
+)
+def test_fake_tensors_have_no_values_to_check(call):
+    """As in estimates of memory: documents and positions decide no shape."""
+    with FakeTensorMode():
+        assert type(call(torch.empty(6, 1, 2, 8))).__name__ == "FakeTensor"
 
 
 def test_meta_tensors():

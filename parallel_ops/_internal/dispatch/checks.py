@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 FLOATING_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -28,6 +29,13 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, x_name: str, x: Tensor)
         raise TypeError(
             f"{op}: {name} is {tensor.dtype}, but {x_name} is {x.dtype}; cast one of them, or run under torch.autocast"
         )
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the host can check the values of ``tensor``: they are on the CPU, and torch neither traces nor fakes."""
+    if torch.compiler.is_compiling() or not tensor.is_cpu or type(tensor) is not Tensor:
+        return False
+    return active_fake_mode() is None
 
 
 def check_bias(op: str, bias: Tensor | None, x: Tensor) -> None:

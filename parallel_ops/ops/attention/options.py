@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype, has_values
 from parallel_ops._internal.dropout import dropout_seed as drawn_seed
 from parallel_ops._internal.tensor_format import FORMATS, TensorFormat, check_format, described
 from parallel_ops._internal.token_range import TokenRange
@@ -249,7 +249,7 @@ def _checked_ranges(op: str, q: Tensor, sq: int, sk: int, key_ranges: KeyRanges)
             f"{op}: key_ranges must be [2, {sq}], first and last key of each query of the whole sequence, got "
             f"{list(key_ranges.shape)}"
         )
-    if key_ranges.is_cpu and not torch.compiler.is_compiling():
+    if has_values(key_ranges):
         given = key_ranges
         wrong = once(given, ("error", sk), lambda: range_error(given, sk))
         if wrong is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.dispatch.checks import check_floating, check_same_device
+from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, has_values
 from parallel_ops._internal.dispatch.registration import register
 from parallel_ops._internal.gradients.split_backward import requested
 from parallel_ops.ops.experts.order import ExpertOrder
@@ -118,7 +118,7 @@ def _check(op: str, name: str, x: Tensor, order: ExpertOrder, weights: Tensor | 
         check_same_device(op, "weights", weights, name, x)
         if weights.shape != order.places.shape:
             raise ValueError(f"{op}: weights must be {[tokens, choices]}, one a slot, got {list(weights.shape)}")
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and type(order.rows) is Tensor:
+    if has_values(order.rows):
         _check_numbers(op, order)
 
 
