@@ -103,7 +103,7 @@ def flash_attention(
             dropout draws. ``None`` draws one from PyTorch's default generator of that device.
         cu_seqlens: int32 or int64 ``[documents + 1]`` on the device of ``q``, never decreasing from 0 to s, where
             ``sq == sk == s``: document n is the tokens from ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``, and a query
-            sees keys of its own document. The host does not read its values, so they are not checked.
+            sees keys of its own document. Values are checked on CPUs only.
         key_ranges: ``(first, last)``, int32 ``[sq]`` each, or both as one tensor ``[2, sq]``, on the device of ``q``:
             query i sees the keys j with ``first[i] <= j <= last[i]``, none if its first is after its last. Neither
             decreases from query to query. ``parallel_ops.ops.attention`` has ``document_ranges``, ``prefix_ranges``,
@@ -144,8 +144,9 @@ def flash_attention(
     Raises:
         TypeError: unsupported or different dtypes, an option of a wrong type.
         ValueError: wrong shapes or devices, ``sq > sk`` if causal, ``window_size`` below -1, ``softcap`` not above 0,
-            ``softmax_scale`` not finite, ``dropout_p`` outside 0 to 1, ``cu_seqlens`` with ``sq != sk``, ``key_ranges``
-            that decrease or leave the keys (CPU), a ``backend`` that is none or cannot do the call.
+            ``softmax_scale`` not finite, ``dropout_p`` outside 0 to 1, ``cu_seqlens`` with ``sq != sk`` or,
+            on CPUs, of other tokens, ``key_ranges`` that decrease or leave the keys (CPU), a ``backend`` that is none
+            or cannot do the call.
 
     Sharding: any shard of kv_heads with their heads and sinks gives that shard of out, with ``first_head`` also
     its dropout mask. So does any shard of batch without dropout. Queries and keys must be whole; ``ring_attention``

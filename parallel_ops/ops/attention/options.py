@@ -138,6 +138,8 @@ def attention_options(
         _check_softcap(op, softcap)
     if cu_seqlens is not None:
         _check_documents(op, q, sq, sk, cu_seqlens)
+        if length is None and has_values(cu_seqlens):
+            _check_bounds(op, sq, cu_seqlens)  # ranks that share a sequence compare theirs first
     if key_ranges is not None:
         key_ranges = _checked_ranges(op, q, sq, sk, key_ranges)
         if cu_seqlens is not None:
@@ -231,6 +233,12 @@ def _check_documents(op: str, q: Tensor, sq: int, sk: int, cu_seqlens: Tensor) -
         )
     if sq != sk:
         raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got {sq} in q and {sk} in k")
+
+
+def _check_bounds(op: str, length: int, cu_seqlens: Tensor) -> None:
+    bounds = once(cu_seqlens, "bounds", cu_seqlens.tolist)
+    if bounds[0] != 0 or bounds[-1] != length or sorted(bounds) != bounds:
+        raise ValueError(f"{op}: cu_seqlens must rise from 0 to {length}, the tokens of q, got {bounds}")
 
 
 def _checked_ranges(op: str, q: Tensor, sq: int, sk: int, key_ranges: KeyRanges) -> Tensor:

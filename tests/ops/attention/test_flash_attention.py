@@ -1,5 +1,6 @@
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -276,3 +277,15 @@ def test_bad_arguments_are_named(device):
     for error, message, args, options in bad:
         given = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
         refuses(flash_attention, error, message, *args, **given)
+
+
+@pytest.mark.parametrize("bounds", [[0, 3, 7], [0, 5, 2, 9], [0, 3, 20], [2, 3, 9], [-1, 3, 9]])
+def test_documents_of_other_tokens_are_named(device, bounds):
+    """As of a batch without its padding, or lengths that were not summed."""
+    if device == "cuda":
+        pytest.skip("the host would wait for their values")
+    q, k, v, _ = (t.detach() for t in inputs(9, 9))
+    documents = torch.tensor(bounds)
+    message = rf"cu_seqlens must rise from 0 to 9, the tokens of q, got {re.escape(str(bounds))}"
+    refuses(flash_attention, ValueError, message, q, k, v, cu_seqlens=documents)
+    flash_attention(q, k, v, cu_seqlens=documents.copy_(torch.linspace(0, 9, len(bounds))))
