@@ -3,13 +3,15 @@
 An answer's span is what its message adds behind the prompt that asks for it. With ``render`` for the chat template,
 ``render(messages[:i], add_generation_prompt=True)`` is the prompt, and ``render(messages[:i + 1])`` ends with the
 answer and its end. So the model is trained on what it continues at inference. Templates need a message for a prompt:
-that of a first message is what comes before all it says, as a system message of the template.
+that of a first message is what comes before all it says, as a system message of the template. Where the template puts
+no special token at the end of an answer, that of the next role ends it, as in GLM-4, and is learned with it.
 
 Templates are rendered as in Hugging Face's transformers: by Jinja in its sandbox, which runs no code of a template.
 """
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -35,13 +37,13 @@ class Chat:
 
     Args:
         template: Of Jinja; ``None`` for ``PLAIN``. tokens: Names and texts of special tokens.
-        end: Text of the token that ends a document.
+        end: Text of the token that ends a document. special: Texts of special tokens.
 
     Raises:
         ValueError: It is no template. ImportError: Jinja is not installed.
     """
 
-    def __init__(self, template: str | None, tokens: dict[str, str], end: str) -> None:
+    def __init__(self, template: str | None, tokens: dict[str, str], end: str, special: Collection[str]) -> None:
         try:
             import jinja2
             from jinja2 import nodes, sandbox
@@ -55,6 +57,7 @@ class Chat:
         environment.globals["raise_exception"] = _refuse
         # No strftime_now: templates then have a date of their own, and a run on another day has the same tokens.
         self._tokens = {**tokens, "end": end}
+        self._special = tuple(special)
         source = PLAIN if template is None else template
         try:
             self._template = environment.from_string(source)
@@ -94,8 +97,17 @@ class Chat:
                     f"the chat template renders message {number + 1} otherwise where others follow, so its tokens are "
                     "not known; --template plain marks the roles, a weight of 0 leaves an answer out of the loss"
                 )
-            spans.append((len(before), len(after)))
+            following = messages[number + 1 : number + 2]
+            ended = not following or following[0]["role"] == "assistant"
+            mark = "" if ended else self._mark(after[len(before) :], text[len(after) :])
+            spans.append((len(before), len(after) + len(mark)))
         return text, spans
+
+    def _mark(self, answer: str, rest: str) -> str:
+        """The special token that ends an answer, if the template has it with the next message."""
+        if answer.rstrip().endswith(self._special):
+            return ""
+        return max((name for name in self._special if rest.startswith(name)), key=len, default="")
 
     def _opening(self, given: Conversation, text: str) -> str:
         """What of the text of a first message comes before anything that it says; nothing if that is not known."""

@@ -56,13 +56,13 @@ class Encoder:
         self.eod = self._end(options, file, settings)
         self.bos = None if options.bos is None else self._id("--bos", options.bos, file)
         self._end_text = "" if self.eod is None else str(self._tokenizer.id_to_token(self.eod))
-        self._chat = self._chat_of(options, template, settings) if options.chat else None
         self._split = options.split_special_tokens
         self._special = {
             token.content: number
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special and token.content
         }
+        self._chat = self._chat_of(options, template, settings) if options.chat else None
         # One character of private use for each, longer names first.
         longest = sorted(self._special, key=len, reverse=True)
         self._stand_ins = {name: chr(0xF0000 + number) for number, name in enumerate(longest)}
@@ -156,7 +156,7 @@ class Encoder:
             raise ValueError(f"--template: {options.tokenizer} has no chat template; plain marks the roles")
         chosen = None if options.template == "plain" else template
         names = {name: _text(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
-        return Chat(chosen, {"bos_token": "", "eos_token": self._end_text, **names}, self._end_text)
+        return Chat(chosen, {"bos_token": "", "eos_token": self._end_text, **names}, self._end_text, self._special)
 
     def _end(self, options: Options, file: Path, settings: dict[str, Any]) -> int | None:
         if options.eod is not None:

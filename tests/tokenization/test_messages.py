@@ -69,6 +69,18 @@ class TestTemplates:
         only = "{% for m in messages %}{{ m.role + m.tool_calls[0].function.name + '<|im_end|>' }}{% endfor %}"
         assert chat([call], template=only)[0][1] == "assistantf<|im_end|>"
 
+    @pytest.mark.parametrize("split", [False, True])
+    def test_an_answer_that_the_mark_of_the_next_role_ends_is_learned_with_it(self, chat, split):
+        """As in GLM-4, which stops at that mark; another answer behind it is no reason to stop."""
+        marks = "{{ ('<|im_end|>' if m.role == 'assistant' else '<|im_start|>') + m.content }}{% endfor %}"
+        template = "{% for m in messages %}" + marks + "{{ '<|im_end|>' if add_generation_prompt }}"
+        messages = [USER, {"role": "assistant", "content": "a"}, USER, *[{"role": "assistant", "content": "b"}] * 2]
+        ((text, counted),) = chat(messages, template=template, end=END, split_special_tokens=split)
+        assert text == f"<|im_start|>q<|im_end|>a<|im_start|>q<|im_end|>b<|im_end|>b{END}"
+        assert counted == f"a<|im_start|>bb{END}"
+        messages[1] = {**messages[1], "weight": 0}
+        assert chat(messages, template=template, end=END, split_special_tokens=split)[0][1] == f"bb{END}"
+
     def test_the_tokens_are_those_of_transformers(self, chat, tmp_path):
         transformers = pytest.importorskip("transformers")
         chat(MESSAGES, template=CHAT_TEMPLATE, end=END)
