@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from parallel_ops.models import Transformer, config_from_pretrained
 from parallel_ops.models.huggingface.tensor_files import CONFIG
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.checkpoint.description import best_in, problem_of, read_description, steps_in
 from parallel_ops.train.checkpoint.export import config_of
+from parallel_ops.train.report.description import parameters_of
 
 
 def inspect(path: Path, *, verify: bool = False) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def inspect(path: Path, *, verify: bool = False) -> dict[str, Any]:
         "settings": rest.get("settings"),
     }
     if "class" not in description.model:
-        found["parameters"] = _parameters(Transformer.global_shapes(config_of(source, description)))
+        found["parameters"] = parameters_of(config_of(source, description))
     if source != path:
         best = best_in(path)
         found["checkpoints"] = {str(step): str(own) for step, own in sorted(steps_in(path).items())}
@@ -106,13 +105,9 @@ def _of_folder(path: Path) -> dict[str, Any]:
         "dtype": options.get("torch_dtype") or options.get("dtype"),
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),
-        "parameters": _parameters(Transformer.global_shapes(config)),
+        "parameters": parameters_of(config),
         "model": {name: value for name, value in vars(config).items() if value is not None},
     }
-
-
-def _parameters(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _plain(value: Any) -> str:

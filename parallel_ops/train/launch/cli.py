@@ -138,7 +138,8 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     device = Device.here(settings, plan.gpus)
     gpu = cluster is not None or device.gpu
     where = machine.gpu.name if cluster is not None else device.name if gpu else "CPU"
-    lines = description.plan_lines(settings, where, expected.model.parameters)
+    parameters = description.parameters_of(settings.config, settings.lora)
+    lines = description.plan_lines(settings, where, parameters)
     console.print(f"{description.text(lines, console.width)}\n", highlight=False, markup=False)
     found = rank_memory(settings, gpu=gpu)
     sizes = [Column(header, justify="right") for header in ("bytes", "")]

@@ -1,6 +1,5 @@
 """The description and the result of a run in labelled lines."""
 
-import math
 import re
 import shutil
 import sys
@@ -13,7 +12,8 @@ import torch
 
 from parallel_ops._internal.files import described
 from parallel_ops._internal.module_names import some_of
-from parallel_ops.models import Transformer
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.lora import add_adapters
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.train.data.split import in_both
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from parallel_ops.train.report.settings import LoggingSettings
     from parallel_ops.train.results import Result
     from parallel_ops.train.run_state import RunState
+    from parallel_ops.train.settings.model import LoraSettings
 
 Line = tuple[str, str]
 # Columns of the labels.
@@ -83,13 +84,21 @@ def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]
     ]  # fmt: skip
 
 
+def parameters_of(config: TransformerConfig, lora: "LoraSettings | None" = None) -> int:
+    """The number of parameters of a whole model, with its adapters. Buffers, such as a selection bias, are none."""
+    model = Transformer(config, device="meta")
+    if lora is not None:
+        add_adapters(model, lora.options)
+    return sum(p.numel() for p in model.parameters())
+
+
 def start_lines(trainer: "RunState") -> list[Line]:
     """The description of a run from its current step on."""
     settings, samples = trainer.settings, trainer.samples
-    if isinstance(trainer.model, ModuleChain):
+    if isinstance(trainer.model, Transformer):  # a pipeline stage has a part of it
+        parameters = parameters_of(settings.config, settings.lora)
+    elif isinstance(trainer.model, ModuleChain):
         parameters = trainer.model.num_parameters
-    elif settings.plan.pp > 1:  # those of this rank's stages are a part
-        parameters = sum(map(math.prod, Transformer.global_shapes(settings.config).values()))
     else:
         parameters = sum(p.numel() for p in trainer.model.parameters())
     left, batch = settings.run.steps - trainer.global_step, settings.plan.global_batch

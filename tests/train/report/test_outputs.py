@@ -13,7 +13,11 @@ from unittest import mock
 
 import pytest
 
+from parallel_ops.layers.lora import is_adapter
 from parallel_ops.train import Trainer
+from parallel_ops.train.checkpoint.inspection import inspect
+from parallel_ops.train.launch import cli
+from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 
 BATCH = 8
@@ -70,6 +74,26 @@ def test_what_a_run_leaves(data, tmp_path, capsys):
     seen = [json.loads(line) for line in (tmp_path / "logs" / "m.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in seen] == [record["loss"] for record in records]
     assert "abandoned-step-00000005" in {path.name for path in (tmp_path / "saved").iterdir()}
+
+
+@pytest.mark.parametrize(("kind", "more"), [
+    ("experts", {}),  # a selection bias is a buffer
+    ("gpt-oss", {}),  # sinks and biases, which the planner does not count
+    ("llama", {"lora": {"rank": 2}}),
+])  # fmt: skip
+def test_one_number_of_parameters(data, tmp_path, capsys, kind, more):
+    """A run on one process, a pipeline, a dry run and its checkpoint count the same."""
+    sections = {"model": runs.MODELS[kind], "checkpoint": {"dir": str(tmp_path)}, **more}
+    trainer = Trainer(runs.settings_of(data, **sections, run={"steps": 1}, optimizer={"warmup": 0}))
+    line = f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters: 2 layers, hidden 32\n"
+    pipeline = runs.settings_of(data, **more, model=runs.MODELS[kind], parallel={"pp": 2}, run={"steps": 1},
+                                optimizer={"warmup": 0})  # fmt: skip
+    trainer.train()
+    cli.dry_run(trainer.settings, None, strict=False)
+    assert capsys.readouterr().out.count(line) == 2
+    assert line in ranks(2).run(runs.printed, pipeline)[0][0]
+    base = sum(p.numel() for name, p in trainer.model.named_parameters() if not is_adapter(name))
+    assert inspect(tmp_path)["parameters"] == base
 
 
 def test_a_terminal_has_a_bar_and_is_left_clean(data, tmp_path, monkeypatch):
