@@ -7,12 +7,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from parallel_ops.train.report.outputs import warn
+from parallel_ops.train.report.outputs import optional
 from parallel_ops.train.report.throughput import peak_share
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         if self.trainer.rank == 0:
             if (path := self.settings.jsonl) is not None:
-                with self._optional(str(path)):
+                with optional(str(path), self._warned):
                     self.records = continued(path, self.trainer.global_step)
                     # Lines are written at once, so nothing is left that closing the file could fail to write.
                     self._jsonl = self._files.enter_context(path.open("ab", buffering=0))
@@ -86,34 +86,23 @@ class Metrics:
             self.records.append(record)
         if self._jsonl is not None:
             self._lines += json.dumps(record) + "\n"
-            with self._optional(str(self.settings.jsonl)):
+            with optional(str(self.settings.jsonl), self._warned):
                 written = self._jsonl.write(self._lines.encode())
                 self._lines = self._lines[written:]
         values = {name: value for name, value in record.items() if name != "step" and value is not None}
         if self._board is not None:
-            with self._optional(f"logging.tensorboard {self.settings.tensorboard}"):
+            with optional(f"logging.tensorboard {self.settings.tensorboard}", self._warned):
                 for name, value in values.items():
                     self._board.add_scalar(name, value, step.number)
         if self._wandb is not None:
-            with self._optional("logging.wandb"):
+            with optional("logging.wandb", self._warned):
                 self._wandb.log(values, step=step.number)
 
-    @contextlib.contextmanager
-    def _optional(self, name: str) -> Iterator[None]:
-        """A block whose error is a warning, the first time."""
-        try:
-            yield
-        except Exception as error:  # of other packages too
-            if name not in self._warned:
-                self._warned.add(name)
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-                warn(f"{name}: {reason}; the run goes on")
-
     def __exit__(self, *_: object) -> None:
-        with self._optional("closing the logs"):
+        with optional("closing the logs", self._warned):
             self._files.close()
         if self.trainer.rank == 0 and self.settings.plot is not None and self.records:
-            with self._optional(str(self.settings.plot)):
+            with optional(str(self.settings.plot), self._warned):
                 save_plot(self.records, self.settings.plot)
 
 

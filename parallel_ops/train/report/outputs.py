@@ -1,8 +1,10 @@
-"""Checks before a run that its outputs can be written."""
+"""Checks before a run that its outputs can be written; later on what cannot be is a warning."""
 
+import contextlib
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,3 +75,19 @@ def check_file(key: str, file: Path) -> None:
 def warn(text: str) -> None:
     """Prints a problem that does not end the run."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def optional(name: str, warned: set[str]) -> Iterator[None]:
+    """A block that writes a log, whose error is a warning, the first time.
+
+    Args:
+        warned: Names that have had theirs.
+    """
+    try:
+        yield
+    except Exception as error:  # of other packages too
+        if name not in warned:
+            warned.add(name)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            warn(f"{name}: {reason}; the run goes on")

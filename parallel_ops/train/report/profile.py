@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from parallel_ops.train.report.outputs import optional
+
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
 
@@ -49,7 +51,9 @@ class Profile:
             return
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        profiler.export_chrome_trace(str(self.folder / EVENTS))
+        with optional(f"logging.profile {self.folder}", set()):
+            profiler.export_chrome_trace(str(self.folder / EVENTS))
+            if self._trainer.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(self.folder / MEMORY))
         if self._trainer.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self.folder / MEMORY))
             torch.cuda.memory._record_memory_history(enabled=None)

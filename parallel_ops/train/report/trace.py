@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from parallel_ops.pipeline_parallel.trace import simulation_of, times_of
 from parallel_ops.planner.pictures.trace import chrome_trace, trace_svg
 from parallel_ops.planner.schedules.schedule import simulate
+from parallel_ops.train.report.outputs import optional
 from parallel_ops.train.step.forward_backward import PipelineForwardBackward
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ class Trace:
         timed = self._recorded.timed()
         if self._trainer.rank or self.folder is None:
             return
-        ran = simulation_of(timed)
-        planned = simulate(ran.schedule, times_of(timed))
         plan = self._trainer.settings.plan
         title = f"Step {self._step + 1}: {plan.schedule} on {plan.pp} ranks, {plan.micro_batches} micro-batches"
-        texts = {SVG: trace_svg(planned, ran, title=title), EVENTS: json.dumps(chrome_trace(ran))}
-        for name, text in texts.items():
-            (self.folder / name).write_text(text)
+        with optional(f"logging.trace {self.folder}", set()):
+            ran = simulation_of(timed)
+            planned = simulate(ran.schedule, times_of(timed))
+            texts = {SVG: trace_svg(planned, ran, title=title), EVENTS: json.dumps(chrome_trace(ran))}
+            for name, text in texts.items():
+                (self.folder / name).write_text(text)

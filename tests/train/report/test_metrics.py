@@ -1,6 +1,7 @@
 """What a run logs: files, Weights & Biases, the plot, the profiler's trace."""
 
 import dataclasses
+import errno
 import json
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from parallel_ops.train import Trainer, planner_bridge
 from parallel_ops.train.report import metrics, outputs, throughput
 from parallel_ops.train.report.metrics import Metrics, continued, save_plot
 from parallel_ops.train.results import Step
+from support.ranks.distributed import ranks
 from support.runs import trainer as runs
 
 
@@ -193,6 +195,20 @@ def test_lines_that_could_not_be_written_come_later(data, tmp_path, capsys):
         assert logs.records == []  # without a plot nothing grows with the steps
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert capsys.readouterr().err == f"warning: {tmp_path}/m.jsonl: No space left on device; the run goes on\n"
+
+
+def test_traces_that_cannot_be_written_do_not_end_a_run(data, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    assert runs.train(0, runs.settings_of(data, logging={"profile": str(tmp_path)})).step == 5
+    assert f"logging.profile {tmp_path}: No space left on device; the run goes on" in capsys.readouterr().err
+    (tmp_path / "pipeline.svg").mkdir()
+    out, err = ranks(2).run(runs.printed, runs.settings_of(data, parallel={"pp": 2}, logging={"trace": str(tmp_path)}))[
+        0
+    ]
+    assert f"logging.trace {tmp_path}: Is a directory; the run goes on" in err and "5 of 5 steps" in out
 
 
 def test_a_package_that_is_missing_is_named(data, monkeypatch):
