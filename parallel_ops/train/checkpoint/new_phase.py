@@ -98,7 +98,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
             a, b = (whole[name].float() for name in adapter)
             _add(parameters[weight], scaling * (b @ a))
     trainer.own_base = own_lora is not None and (not only_adapters or bool(merged))
-    trainer.global_step, trainer.samples_seen = 0, 0
+    trainer.global_step, trainer.samples_seen, trainer.evaluation_loss = 0, 0, None
     other_data = changes_of_data(trainer, source)
     if not other_data:
         trainer.samples_seen = saved.samples_seen

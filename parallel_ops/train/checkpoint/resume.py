@@ -56,6 +56,7 @@ def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
         group.update(values)
     progress = state["progress"]
     trainer.global_step, trainer.samples_seen = progress["step"], progress["samples_seen"]
+    trainer.evaluation_loss = None
     # The scale of another precision says nothing of this one's.
     if progress.get("dtype") in (None, trainer.settings.precision.dtype):
         trainer.scale.load_state_dict(progress["scale"])

@@ -211,6 +211,24 @@ def test_the_best_of_a_run_on_several_ranks(data, held_out, tmp_path):
     assert found[0].best[0] == found[0].evaluation_loss < 3.4
 
 
+def test_the_loss_of_other_weights_is_not_that_of_a_checkpoint(data, held_out, tmp_path):
+    folders = {name: {"checkpoint": {"dir": str(tmp_path / name)}} for name in ("run", "phase")}
+    trainer, phase = (
+        runs.trainer_of(runs.settings_of(data, evaluation={"paths": [str(held_out)]}, **own))
+        for own in folders.values()
+    )
+    trainer.step()
+    trainer.save()
+    for other in (trainer, phase):
+        other.step()
+        other.evaluate()
+    trainer.resume()
+    phase.begin_phase(tmp_path / "run")
+    for other, name in ((trainer, "run"), (phase, "phase")):
+        other.save()
+        assert best_in(tmp_path / name) is None
+
+
 def test_too_little_to_evaluate_on(data, tmp_path):
     path = tmp_path / "short.bin"
     np.ones(16, "uint16").tofile(path)
