@@ -164,7 +164,7 @@ def calibrate_command(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Ranks that measure.", show_default="one on each GPU, or two on CPUs")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60,
+    seconds: Annotated[float, typer.Option(min=1, max=86_400, help="How long to measure, about.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON, as it is in the file.")] = False,
 ) -> None:
     """Measures matmuls, attention, a layer, updates and collectives here.
@@ -248,7 +248,7 @@ def doctor_command(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start.", show_default="one on each GPU, or two on CPUs")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long a message may take.")] = 30,
+    seconds: Annotated[float, typer.Option(min=1, max=86_400, help="How long a message may take.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Checks this machine and its ranks, and says what is wrong.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 
 from parallel_ops.doctor import machine
 from parallel_ops.doctor.ranks import check_ranks, probe_rank
+from support.runs.trainer import parallel_ops
 
 
 def found(findings, status):
@@ -32,6 +34,15 @@ def test_a_cpu_build_beside_a_driver(monkeypatch, tmp_path):
     (finding,) = found(machine.check_machine({}), "failed")
     assert finding.check == "torch" and "CPU build, beside an NVIDIA driver" in finding.found
     assert "CUDA build" in finding.cure
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 64])
+def test_a_machine_without_an_address_and_shared_memory(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.setattr(machine, "_SHM", tmp_path / "shm")
+    warned = {finding.check: finding for finding in found(machine.check_machine({}), "warning")}
+    assert f"{name} has no address" in warned["host name"].found
+    assert f"there is no {tmp_path}/shm" in warned["shared memory"].found and warned["shared memory"].cure
 
 
 def test_gpus_that_do_not_read_each_other():
@@ -126,3 +137,10 @@ def test_the_command():
     assert (
         checks.keys() >= pairs | {"gloo group", "all-reduce of 4 MiB", "two steps"} and "failed" not in checks.values()
     )
+
+
+@pytest.mark.parametrize("call", [["doctor"], ["calibrate", "here.json"]])
+@pytest.mark.parametrize("seconds", ["0", "1e30", "inf", "nan"])
+def test_times_that_are_none(call, seconds):
+    code, said = parallel_ops(*call, "--seconds", seconds)
+    assert code == 2 and "Invalid value for '--seconds'" in said

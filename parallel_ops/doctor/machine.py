@@ -17,7 +17,7 @@ from parallel_ops._internal.command_line import processors
 from parallel_ops.doctor.finding import Finding
 from parallel_ops.train.launch.rendezvous import check_environment
 
-_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER, _SHM = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
 # Bytes of shared memory a GPU: NCCL takes 10 to 33 MB for each pair of ranks that has no direct path, loaders more.
 _SHARED = 1 << 30
 _FILES = 4096
@@ -110,19 +110,19 @@ def check_peers(reads: list[list[bool]]) -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     gpus = max(1, torch.cuda.device_count())
-    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
-    if shared is not None:
-        text = f"{shared.free / 2**30:.1f} GiB of /dev/shm are free"
-        few = shared.free < _SHARED * gpus
-        cure = f"give the container {gpus} GiB or more (docker run --shm-size), or --ipc=host" if few else ""
-        yield Finding("warning" if few else "ok", "shared memory", text, cure)
+    there = _SHM.exists()
+    free = shutil.disk_usage(_SHM).free if there else 0
+    few = free < _SHARED * gpus
+    cure = f"give the container {gpus} GiB or more (docker run --shm-size), or --ipc=host" if few else ""
+    text = f"{free / 2**30:.1f} GiB of {_SHM} are free" if there else f"there is no {_SHM}"
+    yield Finding("warning" if few else "ok", "shared memory", text, cure)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= files < _FILES
     cure = f"ulimit -n {_FILES} or more: each pair of ranks and each file of data takes some" if few else ""
     yield Finding("warning" if few else "ok", "open files", f"at most {files}", cure)
     try:
         yield Finding("ok", "host name", f"{socket.gethostname()} is {socket.gethostbyname(socket.gethostname())}")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a label of 64 letters, which Linux allows
         yield Finding(
             "warning", "host name", f"{socket.gethostname()} has no address: {error}",
             "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network's interface",
