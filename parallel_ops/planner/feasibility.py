@@ -27,16 +27,27 @@ class Problem(NamedTuple):
     excess: float = 0.0
 
 
-def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> Problem | None:
-    """Why the plan cannot run, apart from memory; ``None`` if it can. ``recompute``: in place of the plan's."""
+def problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
+    """Why the plan cannot run, apart from memory; ``None`` if it can."""
+    return division_problem(model, cluster, plan, plan.recompute) or saving_problem(
+        model, plan, plan.recompute, plan.offload
+    )
+
+
+def division_problem(model: Model, cluster: Cluster, plan: Plan, recompute: str) -> Problem | None:
+    """``problem`` of the division over the ranks and of the pipeline, with ``recompute`` in place of the plan's."""
     sizes = plan.gpus, plan.dtype, plan.tp, plan.pp, plan.cp, plan.sequence_parallel
     return (
         _size_problem(model, cluster, *sizes)
-        or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
+        or next(pipeline_problems(model, plan, recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
-        or next(_offload_and_recomputation(model, plan), None)
         or (next(_experts(model, plan), None) if model.experts or plan.ep > 1 else None)
     )
+
+
+def saving_problem(model: Model, plan: Plan, recompute: str, offload: str) -> Problem | None:
+    """``problem`` of ``recompute`` and ``offload`` in place of the plan's."""
+    return next(_offload_and_recomputation(model, plan, recompute, offload), None)
 
 
 def memory_problem(cluster: Cluster, plan: Plan, stages: tuple[StageMemory, ...]) -> Problem | None:
@@ -246,16 +257,21 @@ def _context(model: Model, plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _offload_and_recomputation(model: Model, plan: Plan) -> Iterator[Problem]:
-    if plan.offload == "optimizer+parameters" and plan.zero != 3:
-        yield Problem("offload without zero-3", f"offload=optimizer+parameters needs ZeRO-3, not {plan.zero}")
-    modules = recomputed(plan.recompute, plan.flash_attention) if plan.recompute != "selective" else frozenset()
+def _offload_and_recomputation(model: Model, plan: Plan, recompute: str, offload: str) -> Iterator[Problem]:
+    if offload == "optimizer+parameters" and plan.zero != 3:
+        yield Problem("offload without zero-3", "offload=optimizer+parameters needs zero=3")
+    modules = recomputed(recompute, plan.flash_attention) if recompute != "selective" else frozenset()
     if not model.experts and (lacks := sorted(modules & {"experts", "moe", "moe_act", "shared_experts"})):
         yield Problem("recomputation without experts", f"recompute={lacks[0]} needs a model with experts")
     if model.latent is None and "mla_up_proj" in modules:
         yield Problem("recomputation without latent attention", "recompute=mla_up_proj needs latent attention")
-    if plan.offload_layers and "activations" not in plan.offload:
+    if plan.offload_layers and "activations" not in offload:
         yield Problem("offload", "offload_layers needs offload=activations")
+    if plan.recompute_layers and recompute == "none":
+        yield Problem("recomputation", "recompute_layers needs recompute, such as recompute=full")
+    for name in ("recompute_layers", "offload_layers"):
+        if (layers := getattr(plan, name)) > model.num_layers:
+            yield Problem("too few layers", f"{name} is {layers}, but the model has {model.num_layers} layers")
 
 
 def _experts(model: Model, plan: Plan) -> Iterator[Problem]:

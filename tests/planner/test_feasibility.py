@@ -194,3 +194,16 @@ def test_torchtitan_spreads_experts_over_ranks_that_shard():
     assert system.runs(model, cluster, plan)
     assert "zero=2" in str(system.problem(model, cluster, replace(plan, ep=4)))
     assert system.runs(model, cluster, replace(plan, ep=4, zero=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"recompute_layers": 4}, "recompute_layers needs recompute, such as recompute=full"),
+        ({"recompute": "full", "recompute_layers": 33}, "recompute_layers is 33, but the model has 32 layers"),
+        ({"offload_layers": 4}, "offload_layers needs offload=activations"),
+        ({"offload": "activations", "offload_layers": 33}, "offload_layers is 33, but the model has 32 layers"),
+    ],
+)
+def test_layers_of_recomputation_and_offload(fields, reason):
+    assert problem(LLAMA, presets.cluster("h100x1"), Plan(**fields)).reason == reason

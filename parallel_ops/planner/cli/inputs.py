@@ -203,7 +203,8 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOpt
             fixed[name] = found[0]  # also where a system has another default
         elif not hasattr(out, option):
             raise ValueError(f"--only: {name} takes one value, got {':'.join(map(str, found))}")
-    base = replace(out.base, dtype=given["dtype"][0] if "dtype" in given else out.base.dtype)
+    dtype = given["dtype"][0] if "dtype" in given else out.base.dtype
+    base = replace(out.base, dtype=dtype, tp=fixed.get("expert_tp") or 1)  # a search sets tp, which expert_tp divides
     for dtype in given.get("dtype", ()):
         replace(base, dtype=dtype, **fixed)  # raises for fields that do not go with a dtype
     return replace(out, **changes, base=replace(base, **fixed), fixed=fixed)
@@ -214,6 +215,8 @@ def _check_value(name: str, value: Any) -> None:
     if name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch"):
         if value < 1:
             raise ValueError(f"--only: {name} must be at least 1, got {value}")
+    elif name == "expert_tp":
+        Plan(expert_tp=value, tp=max(1, value))
     elif name == "grad_dtype":
         Plan(grad_dtype=value, dtype="fp16" if value == "fp16" else "bf16")
     elif name != "schedule":

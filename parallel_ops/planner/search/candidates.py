@@ -8,7 +8,14 @@ from typing import Any
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.export import ExportTarget, find_target
-from parallel_ops.planner.feasibility import SPLIT_BACKWARD, MemoryCheck, Problem, excess, problem
+from parallel_ops.planner.feasibility import (
+    SPLIT_BACKWARD,
+    MemoryCheck,
+    Problem,
+    division_problem,
+    excess,
+    saving_problem,
+)
 from parallel_ops.planner.memory.states import state_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
@@ -17,8 +24,10 @@ from parallel_ops.planner.search.balance import balanced_chunks
 from parallel_ops.planner.search.options import STATES, SearchOptions
 from parallel_ops.planner.search.result import Rejections, Variant
 
-# Changes of fields, and why the plan cannot run, apart from memory, by kind of recomputation.
-_Tried = tuple[dict[str, Any], Mapping[str, Problem | None]]
+# Why a plan cannot run, apart from memory, by offload and recomputation.
+_Problems = Mapping[tuple[str, str], Problem | None]
+# Changes of fields, and the problems with them.
+_Tried = tuple[dict[str, Any], _Problems]
 
 
 class Candidates:
@@ -94,7 +103,8 @@ class Candidates:
         for name in ("dp", "tp", "pp", "cp"):
             for size in getattr(options, name):
                 if gpus % size:
-                    plan = replace(options.base, **{name: size}, global_batch=size if name == "dp" else 1)
+                    whole = replace(options.base, tp=1, expert_tp=0)
+                    plan = replace(whole, **{name: size}, global_batch=size if name == "dp" else 1)
                     self._reject(plan, Problem("size", f"{name}={size} does not divide the {gpus} GPUs"))
         divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
         longest = max(1, model.seq_length // options.context_tokens)
@@ -103,7 +113,11 @@ class Candidates:
             if gpus % (tp * pp * cp) or (cp > longest and not options.cp):
                 continue
             dp, shards = gpus // (tp * pp * cp), options.base.expert_tp or tp
-            if tp % shards or (options.dp and dp not in options.dp):
+            if options.dp and dp not in options.dp:
+                continue
+            if tp % shards:
+                plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, expert_tp=0, global_batch=dp)
+                self._reject(plan, Problem("tp does not divide", f"expert_tp={shards} does not divide TP {tp}"))
                 continue
             if self.batch % dp:
                 plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, global_batch=dp)
@@ -114,7 +128,7 @@ class Candidates:
                 if options.ep and ep not in options.ep:
                     continue
                 plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, global_batch=self.batch)
-                found = problem(model, self.cluster, plan)
+                found = division_problem(model, self.cluster, plan, plan.recompute)
                 if found:
                     self._reject(plan, found)
                 else:
@@ -175,7 +189,7 @@ class Candidates:
                     tried.append((changes, problems))
                     continue
                 for found in filter(None, dict.fromkeys(problems.values())):
-                    others.append((changes, found, tuple(pair for pair in self.least if problems[pair[1]] == found)))
+                    others.append((changes, found, tuple(pair for pair in self.least if problems[pair] == found)))
             self._found[key] = tried, tuple(others)
         known: tuple[list[_Tried], tuple[Variant, ...]] = self._found[key]
         return known
@@ -196,14 +210,17 @@ class Candidates:
                     values = *schedule, micro_batch, sequence_parallel, cp_kind
                     yield dict(zip(names, values, strict=True))
 
-    def _problems(self, plan: Plan) -> dict[str, Problem | None]:
-        """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
+    def _problems(self, plan: Plan) -> _Problems:
+        """``feasibility.problem`` of the plan with each offload and recomputation. It never depends on how
         ``balanced_chunks`` spreads the layers; what it says of EP, ``placements`` has asked."""
-        if plan.schedule in SPLIT_BACKWARD:
-            return {kind: problem(self.model, self.cluster, plan, kind) for kind in self.options.recompute}
-        return dict.fromkeys(self.options.recompute, problem(self.model, self.cluster, plan))
+        kinds = self.options.recompute if plan.schedule in SPLIT_BACKWARD else (plan.recompute,)
+        divided = {kind: division_problem(self.model, self.cluster, plan, kind) for kind in kinds}
+        return {
+            (offload, kind): divided.get(kind, divided[kinds[0]]) or saving_problem(self.model, plan, kind, offload)
+            for offload, kind in self.least
+        }
 
-    def _that_fit(self, plan: Plan, problems: Mapping[str, Problem | None]) -> Iterator[Plan]:
+    def _that_fit(self, plan: Plan, problems: _Problems) -> Iterator[Plan]:
         """The plan with the cheapest recomputation and offload that fit; with uneven stages if these are faster.
 
         If uneven stages need more recomputation or offload than even ones, both are returned. On a cluster with several
@@ -230,15 +247,15 @@ class Candidates:
         found: tuple[int, ...] = self._found[key]
         return found
 
-    def _least(self, plan: Plan, problems: Mapping[str, Problem | None], rejected: Rejections | None) -> Plan | None:
-        """The plan with the first offload and recomputation that fit; ``None`` if none do. ``problems``: by
-        recomputation, apart from memory. ``rejected``: collects the others."""
+    def _least(self, plan: Plan, problems: _Problems, rejected: Rejections | None) -> Plan | None:
+        """The plan with the first offload and recomputation that fit; ``None`` if none do. ``rejected``: collects the
+        others."""
         memory, size = None, plan.micro_batch
         kind = plan.schedule, plan.virtual_stages, plan.cp_kind, plan.sequence_parallel, plan.layers_per_chunk
         large = self._large.setdefault(kind, {})
         for pair in self.least:
             offload, recompute = pair
-            found = problems[recompute]
+            found = problems[pair]
             if found is None and self.system:
                 tried = unchecked(plan, recompute=recompute, offload=offload)
                 reason = self.system.problem(self.model, self.cluster, tried)

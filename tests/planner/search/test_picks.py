@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_ops.planner import Plan, SearchOptions, estimate, presets, search
-from parallel_ops.planner.cli import comparison
+from parallel_ops.planner import Plan, SearchOptions, estimate, feasibility, presets, search
+from parallel_ops.planner.cli import comparison, inputs
 from parallel_ops.planner.export import TARGETS, systems
 from parallel_ops.planner.search.result import division, features
 from parallel_ops.planner.validation.published_runs import published_runs
@@ -117,3 +117,25 @@ def test_the_first_plan_beside_a_tuned_recipe_with_experts(name, gpu, gpus, dtyp
     else:
         assert ratio >= 0.9
     assert found.recipe and found.recipe.divides(run.plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "kept", "reason"),
+    [
+        ("llama3-8b", "offload=activations,offload_layers=4", "offload activations of 4 layers", ""),
+        ("llama3-8b", "offload_layers=4", "offload optimizer+activations of 4", "offload_layers needs offload=activat"),
+        ("llama3-8b", "recompute_layers=4", " of 4 layers", "recompute_layers needs recompute"),
+        ("llama3-8b", "offload=none:optimizer+parameters,zero=1:3", "", ""),
+        ("llama3-8b", "offload=optimizer+parameters", "offload optimizer+parameters", "needs zero=3"),
+        ("llama3-8b", "recompute=mla_up_proj:selective", "", "mla_up_proj needs latent attention"),
+        ("mixtral-8x7b", "tp=1:2,expert_tp=2", "tp2", "expert_tp=2 does not divide TP 1"),
+    ],
+)
+def test_fields_that_belong_together_are_searched_together(name, only, kept, reason):
+    """What one value of a field cannot have is a reason against that plan, not against the others."""
+    model, cluster = presets.model(name), presets.cluster("h100x32")
+    options = replace(inputs.options(cluster, None, only), micro_batches=(1,), any_system=True)
+    found = search(model, cluster, batch=64, options=options)
+    assert found.plans and all(kept in each.plan.describe() for each in found.plans)
+    assert not any(feasibility.problem(model, cluster, plan) for plan, _ in found.ranking)
+    assert any(reason in each.reason for each in found.rejected)
