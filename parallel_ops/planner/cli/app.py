@@ -93,8 +93,10 @@ def plan_command(
         return
     console, ties = tables.console(), min(result.ties, len(shown))
     times = tables.whose_times(shown)
-    if machine.gpu.fp8 and not any(found.plan.dtype in FORMATS for found in shown):
-        times += "\n--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too."
+    has = find_target(system).limits.get("dtype", (FORMATS,))[0] if system else FORMATS
+    fp8 = next((name for name in FORMATS if name.startswith("fp8") and name in has), "")
+    if machine.gpu.fp8 and fp8 and not any(found.plan.dtype in FORMATS for found in shown):
+        times += f"\n--only dtype=bf16:{fp8} ranks plans with the linears of layers in fp8, too."
     tables.show(
         console,
         tables.heading(best),

@@ -80,7 +80,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "it spreads experts over the ranks that shard parameters; add zero=2"
     if model.experts and plan.ep == 1 and plan.expert_shards < plan.tp:
         yield "its tensor parallelism splits experts without expert parallelism; leave expert_tp out"
-    if plan.dtype == "fp8" and model.name not in MODELS:
+    if plan.dtype == "fp8_rowwise" and model.name not in MODELS:
         yield f"a model's own registry converts it to fp8, and torchtitan has none for {model.name}"
 
 
@@ -110,14 +110,14 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         imports.append(f"from torchtitan.distributed.activation_checkpoint import {_POLICIES[plan.recompute]}")
     losses = "ChunkedLossWrapper, CrossEntropyLoss" if plan.fused_loss else "ChunkedLossWrapper"
     imports.insert(len(imports) - (plan.recompute != "none"), f"from torchtitan.components.loss import {losses}")
-    if plan.dtype == "fp8":
-        imports.append("from torchtitan.components.quantization import Float8LinearConverter")
+    if plan.dtype == "fp8_rowwise":
+        imports.append(f"from torchtitan.components.quantization import {', '.join(_converters(model))}")
     if package:
         imports.append(f"from torchtitan.models.{package} import config_registry, model_registry")
     imports.append("from torchtitan.trainer import Trainer")
     parts = ["\n".join(imports), _KEEP_PRODUCTS if plan.recompute == "selective" else "", _with_plan(model, plan)]
     if package:
-        parts.append(_planned(config, flavor, plan))
+        parts.append(_planned(model, config, flavor, plan))
     return f'"""{model.name}: {plan.describe()}"""\n\n' + "".join(parts)
 
 
@@ -177,9 +177,18 @@ def _parallelism(model: Model, plan: Plan) -> dict[str, Any]:
     return out
 
 
-def _planned(config: str, flavor: str, plan: Plan) -> str:
-    converter = f"Float8LinearConverter.Config(model_compile_enabled={plan.fused_ops})"
-    converters = f", converters=[{converter}]" if plan.dtype == "fp8" else ""
+def _converters(model: Model) -> dict[str, str]:
+    """Names of the classes that convert the linears of layers to fp8, with arguments; they scale rows."""
+    if model.experts:
+        linears = 'filter_fqns=["lm_head", "router.gate"], '
+        return {"Float8GroupedExpertsConverter": "", "Float8LinearConverter": linears}
+    return {"Float8LinearConverter": 'filter_fqns=["lm_head"], '}
+
+
+def _planned(model: Model, config: str, flavor: str, plan: Plan) -> str:
+    compiled = f"model_compile_enabled={plan.fused_ops}"
+    made = ", ".join(f"{name}.Config({given}{compiled})" for name, given in _converters(model).items())
+    converters = f", converters=[{made}]" if plan.dtype == "fp8_rowwise" else ""
     assets = '\n    config.hf_assets_path = "./assets/hf/Llama-3.1-405B"' if flavor == "405B" else ""
     # The last call runs the checks of Trainer.Config again.
     return f'''
@@ -215,7 +224,7 @@ TORCHTITAN = ExportTarget(
         "zero": ((0, 2, 3), "it shards gradients with the optimizer: ZeRO 0, 2 or 3"),
         "schedule": (tuple(SCHEDULES), f"it has {', '.join(SCHEDULES)}"),
         "cp_kind": (("ring",), "its context parallelism is a ring"),
-        "dtype": (("bf16", "fp8", "fp32"), "it trains in bf16, fp8 or fp32"),
+        "dtype": (("bf16", "fp8_rowwise", "fp32"), "it trains in bf16, fp8_rowwise or fp32"),
         "grad_dtype": (("fp32",), "it reduces gradients in fp32"),
         "offload": (("none", "optimizer"), "it offloads parameters and optimizer"),
         "recompute": (

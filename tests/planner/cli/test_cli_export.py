@@ -99,6 +99,34 @@ def test_torchtitan(run):
     assert "SelectiveAC.Config()" in exported(run, "torchtitan", "tp=8", "zero=3", "recompute=operators")
 
 
+def test_torchtitan_converts_the_linears_of_layers_to_fp8_by_row(run):
+    """Its converters know no scale of a whole tensor, and take the output embedding and the router, too."""
+    out = exported(run, "torchtitan", "tp=8", "zero=3", "dtype=fp8_rowwise")
+    assert 'Float8LinearConverter.Config(filter_fqns=["lm_head"], model_compile_enabled=True)]' in out
+    assert "GroupedExperts" not in out
+    experts = [
+        "--model",
+        "deepseek-v3",
+        "--cluster",
+        "h100x512",
+        "--batch",
+        2048,
+        "--plan",
+        "ep=64,zero=3,dtype=fp8_rowwise",
+    ]
+    _, out, _ = run("estimate", *experts, "--for", "torchtitan", "--output", "-")
+    assert 'filter_fqns=["lm_head", "router.gate"]' in out
+    assert "import Float8GroupedExpertsConverter, Float8LinearConverter" in out
+    assert "converters=[Float8GroupedExpertsConverter.Config(model_compile_enabled=True), " in out
+    compile(out, "planned.py", "exec")
+
+
+def test_fp8_is_offered_in_a_format_that_the_system_has(run):
+    for system, offered in (("megatron", "bf16:fp8 "), ("torchtitan", "bf16:fp8_rowwise "), ("deepspeed", "")):
+        out = run("plan", *SMALL, "--for", system, "--only", "micro_batch=1")[1]
+        assert (f"--only dtype={offered}" if offered else "") in out and ("--only dtype" in out) == bool(offered)
+
+
 def test_the_trainer(run):
     out = exported(run, "parallel_ops", "tp=8", "zero=3")
     assert "[parallel]\ndp = 8\ntp = 8\nzero = 3\n" in out and "hidden_size = 8192\n" in out
@@ -163,6 +191,7 @@ def test_what_a_system_cannot_run_is_refused(run):
         ("megatron", ["pp=4", "schedule=zb-v"], "its pipeline runs 1f1b and interleaved, not schedule=zb-v"),
         ("megatron", ["dtype=fp16", "grad_dtype=fp16"], "accumulates gradients in fp32 or bf16, not fp16"),
         ("torchtitan", ["zero=1"], "ZeRO 0, 2 or 3"),
+        ("torchtitan", ["zero=3", "dtype=fp8"], "it trains in bf16, fp8_rowwise or fp32, not dtype=fp8"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-v"], "zb-v with replicated parameters loses gradients"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-2p", "zero=2"], "not schedule=zb-2p"),
         ("torchtitan", ["zero=3", "recompute=mlp"], "or norms and activation functions, not recompute=mlp"),
