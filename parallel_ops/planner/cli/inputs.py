@@ -139,7 +139,7 @@ def batch(text: str, sequence: int) -> int:
 
 
 def plan(text: str, gpus: int, sequences: int, system: ExportTarget | None = None) -> Plan:
-    """A plan from its fields, ``tp=8,pp=16,schedule=interleaved,virtual_stages=2``, or from a JSON file with them.
+    """A plan from its fields, ``tp=8,pp=16,schedule=interleaved,virtual_stages=2``, or from a file with them.
 
     Other fields have the defaults of ``Plan``, except: ``dp`` takes the remaining GPUs, ``sequence_parallel`` is on if
     ``tp`` is above 1, V-shaped schedules have two stages per rank, the loss is fused, and the defaults of ``system``.

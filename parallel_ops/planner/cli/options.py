@@ -21,14 +21,16 @@ def completed(names: Callable[[], PySequence[str]]) -> Callable[[str], list[str]
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model", help="Preset (llama3-70b; see `presets`) or JSON file with the fields of Model.",
+        "--model",
+        help="Preset (llama3-70b; see `presets`), JSON or TOML file with the fields of Model, or config.json.",
         autocompletion=completed(presets.models),
     ),
 ]  # fmt: skip
 ClusterName = Annotated[
     str,
     typer.Option(
-        "--cluster", help="Preset and GPUs (h100x512; h100 is one node), or JSON file with the fields of Cluster.",
+        "--cluster",
+        help="Preset and GPUs (h100x512; h100 is one node), or JSON or TOML file with the fields of Cluster.",
         autocompletion=completed(presets.clusters),
     ),
 ]  # fmt: skip
@@ -65,7 +67,7 @@ PlanText = Annotated[
     str | None,
     typer.Option(
         "--plan",
-        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON file with them. dp takes the remaining GPUs.",
+        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON or TOML file with them. dp takes the remaining GPUs.",
         show_default="the fastest",
     ),
 ]

@@ -19,6 +19,7 @@ from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simul
 _NO_PIPELINE = (None, None, "1f1b", None, "1,1,1", 0.0, False, None)
 # Forward passes that are simulated one by one, in a minute (two cores of an EPYC, 2026-11).
 _MOST_PASSES = 1 << 20
+_LEAST_TIME, _MOST_TIME = 1e-100, 1e100
 
 
 def schedule_command(
@@ -103,4 +104,9 @@ def _times(text: str, link: float) -> Times:
         raise ValueError(f"--times must be three numbers, F,I,W, got {text!r}") from None
     if forward == input_grad == weight_grad == 0:
         raise ValueError(f"--times must have a number above 0, got {text!r}")
-    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)
+    times = Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)
+    for option, time in (("--times", forward), ("--times", input_grad), ("--times", weight_grad), ("--link", link)):
+        # Sums of a step, and columns of a picture over a time, are finite.
+        if time and not _LEAST_TIME <= time <= _MOST_TIME:
+            raise ValueError(f"{option} must be 0 or from {_LEAST_TIME} to {_MOST_TIME}, got {time}")
+    return times

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-9
 
 def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retained: float = 1.0) -> Schedule:
     """The best of the heuristic's schedules. Arguments: see ``parallel_ops.planner.schedules.schedule.actions``."""
-    if memory_limit < 1:
+    if not memory_limit >= 1:  # NaN neither
         raise ValueError(f"zb-2p: memory_limit must be at least 1 micro-batch, got {memory_limit}")
     if not 0 <= retained <= 1:
         raise ValueError(f"zb-2p: retained must be between 0 and 1, got {retained}")
