@@ -98,13 +98,9 @@ def _memory_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    return {
-        "fused_loss": False,
-        "fsdp": False,
-        # Transformer Engine keeps the inputs of fp8 matmuls in fp8.
-        "activation_dtype": "fp8" if plan.dtype in _RECIPES else "",
-        "scatter_gather": plan.sequence_parallel or plan.tp == 1,
-    }
+    # Transformer Engine keeps the inputs of fp8 matmuls in fp8.
+    kept, split = "fp8" if plan.dtype in _RECIPES else "", plan.sequence_parallel or plan.tp == 1
+    return {"fused_loss": False, "fsdp": False, "activation_dtype": kept, "scatter_gather": split}
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
