@@ -225,7 +225,7 @@ class StepTime:
     def _with_exposed(self) -> tuple[Transfer, ...]:
         exposed = {"dp": self.data_parallel(), "host": self.host()}
         if self.plan.pp > 1:
-            exposed["pp"] = self._idle(self.messages.link) - self._idle(0.0)
+            exposed["pp"] = max(0.0, self._idle(self.messages.link) - self._idle(0.0))  # ZB-2p's order may be luckier
         host = Interconnect(name="host", latency=0.0, bandwidth=self.cluster.gpu.host_link)
         copies = (repeat(transfer("host", "copy", "direct", host, 1, *one), count) for *one, count in self.copied)
         transfers = (*self.messages.transfers(self.plan), *self.sharding.transfers(), *copies)

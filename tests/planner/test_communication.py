@@ -257,3 +257,13 @@ def test_all_to_all_takes_detours_on_a_large_torus():
     near, far = (all_to_all_seconds(n, 1e9, LINK, torus=True) for n in (64, 4096))
     assert near == pytest.approx(all_to_all_seconds(64, 1e9, LINK))
     assert far == pytest.approx(4 * all_to_all_seconds(4096, 1e9, LINK), rel=1e-3)
+
+
+def test_messages_that_shorten_the_bubble_expose_no_time():
+    """ZB-2p orders its passes by the times of messages, too, and may be luckier with them than without."""
+    plan = Plan.parse(
+        "tp=2,pp=4,cp=2,expert_tp=1,sequence_parallel=true,schedule=zb-2p,micro_batch=4,global_batch=64,"
+        "fused_loss=true,ep_overlap=true,cuda_graph=attention,dispatcher=deepep"
+    )
+    messages = traffic(presets.model("qwen3-next-80b-a3b"), presets.cluster("b200x16"), plan, "pp")["send-receive"]
+    assert messages.seconds > 0 and messages.exposed == 0
