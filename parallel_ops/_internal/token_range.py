@@ -1,5 +1,6 @@
-"""Evenly spaced tokens of a sequence: shards and blocks of attention. Integers alone, no torch: the planner uses it."""
+"""Evenly spaced tokens of a sequence, and bounds of its documents. Integers alone, no torch: the planner uses it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -13,3 +14,8 @@ class TokenRange(NamedTuple):
     @property
     def last(self) -> int:
         return self.start + self.step * (self.length - 1)
+
+
+def rises(cu_seqlens: Sequence[int], length: int) -> bool:
+    """Whether the bounds of documents never decrease from 0 to ``length``."""
+    return cu_seqlens[0] == 0 and cu_seqlens[-1] == length and sorted(cu_seqlens) == list(cu_seqlens)

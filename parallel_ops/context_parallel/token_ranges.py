@@ -19,7 +19,7 @@ every ``ranks / ulysses_degree``-th rank, since that makes the union striped too
 import functools
 from collections.abc import Sequence
 
-from parallel_ops._internal.token_range import TokenRange
+from parallel_ops._internal.token_range import TokenRange, rises
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 # Chunks of a rank in the finest balanced layout: 32 balance one document of 100K tokens among small ones, 64 ranks.
@@ -129,7 +129,7 @@ def lengths(layout: str, length: int, ranks: int) -> tuple[int, ...]:
 
 def documents_error(bounds: tuple[int, ...], length: int) -> str | None:
     """The reason why documents cannot start at these tokens, or ``None``."""
-    if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == length and sorted(bounds) == list(bounds):
+    if len(bounds) > 1 and rises(bounds, length):
         return None
     return f"cu_seqlens must rise from 0 to {length}, the tokens of all ranks, got {bounds}"
 

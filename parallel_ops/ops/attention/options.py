@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_ops._internal.dispatch.checks import check_floating, check_same_device, check_same_dtype, has_values
 from parallel_ops._internal.dropout import dropout_seed as drawn_seed
 from parallel_ops._internal.tensor_format import FORMATS, TensorFormat, check_format, described
-from parallel_ops._internal.token_range import TokenRange
+from parallel_ops._internal.token_range import TokenRange, rises
 from parallel_ops.ops.attention.cache import known_on_host, on_host, once
 from parallel_ops.ops.attention.ranges import document_ranges, intersect_ranges, range_error
 from parallel_ops.ops.softmaxes.shared import check_scale
@@ -237,7 +237,7 @@ def _check_documents(op: str, q: Tensor, sq: int, sk: int, cu_seqlens: Tensor) -
 
 def _check_bounds(op: str, length: int, cu_seqlens: Tensor) -> None:
     bounds = once(cu_seqlens, "bounds", cu_seqlens.tolist)
-    if bounds[0] != 0 or bounds[-1] != length or sorted(bounds) != bounds:
+    if not rises(bounds, length):
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to {length}, the tokens of q, got {bounds}")
 
 
