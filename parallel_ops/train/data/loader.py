@@ -81,9 +81,11 @@ class Loader:
     def _sequences(self, numbers: range) -> list[Sequence]:
         """The samples after the check of their tokens. Targets of a batch do not show all: -100 has no token."""
         found = self.samples.samples(numbers)
+        if self.vocabulary is None:
+            return found
         for number, sequence in zip(numbers, found, strict=True):
             for token in (int(sequence.tokens.min()), int(sequence.tokens.max())):
-                if self.vocabulary is not None and not 0 <= token < self.vocabulary:
+                if not 0 <= token < self.vocabulary:
                     file, document = self.samples.file_of(number, token)
                     place = f"data: {file.path} has token {token}, in its document {document}"
                     raise ValueError(f"{place}, {outside(self.vocabulary)}")

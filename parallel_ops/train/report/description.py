@@ -95,10 +95,10 @@ def parameters_of(config: TransformerConfig, lora: "LoraSettings | None" = None)
 def start_lines(trainer: "RunState") -> list[Line]:
     """The description of a run from its current step on."""
     settings, samples = trainer.settings, trainer.samples
-    if isinstance(trainer.model, Transformer):  # a pipeline stage has a part of it
-        parameters = parameters_of(settings.config, settings.lora)
-    elif isinstance(trainer.model, ModuleChain):
+    if isinstance(trainer.model, ModuleChain):
         parameters = trainer.model.num_parameters
+    elif settings.plan.pp > 1:  # those of this rank's stages are a part
+        parameters = parameters_of(settings.config, settings.lora)
     else:
         parameters = sum(p.numel() for p in trainer.model.parameters())
     left, batch = settings.run.steps - trainer.global_step, settings.plan.global_batch
